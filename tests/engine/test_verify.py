@@ -320,7 +320,7 @@ def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
 def test_a_check_that_failed_is_due_again(monkeypatch):
     data, backend = _vision_rows([[1, 1]] * 2, [{"pixel_values": torch.ones(1)}] * 2)
     checks = Verification(backend, PrefixConfig(), None)
-    verdict = mock.Mock(side_effect=[torch.OutOfMemoryError(), verify.Verdict(0.0, 0.0, -1)])
+    verdict = mock.Mock(side_effect=[torch.OutOfMemoryError(), verify.Verdict(0.0, 0.0, -1, 0.0, None, 0.0, "")])
     monkeypatch.setattr(checks, "_verdict", verdict)
     backend.shape = types.SimpleNamespace(recurrent_layers=0)
     groups = [Group((0, 1), 2, (2, 2))]

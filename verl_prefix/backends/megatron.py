@@ -97,7 +97,7 @@ class MegatronBackend:
 
     @functools.cached_property
     def shape(self) -> ModelShape:
-        return replace(shape_of_config(self.config, self.dtype), last=0.0)  # `models.mcore` shortens no layer
+        return replace(shape_of_config(self.config, self.dtype), last=0.0)  # `models.mcore` runs all of the last layer
 
     @property
     def stock_facts(self) -> StockPath:
@@ -165,7 +165,7 @@ class MegatronBackend:
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         data = data.copy()
-        tu.assign_non_tensor(data, use_fused_kernels=False)  # which the engine, when it was built, was told
+        tu.assign_non_tensor(data, use_fused_kernels=False)  # as the engine was built
         output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
         return output
 
@@ -177,8 +177,8 @@ class MegatronBackend:
         return Gradients(self._module, {}, parts, self._local_grad, self._clear)
 
     def _local_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """This rank's: of its part of a matrix and, with the distributed optimizer, of its shard of the buffer. Other
-        ranks' shards have here what this rank's tokens gave, and those are others in verl's own path."""
+        """This rank's part of a gradient. With the distributed optimizer it is what lies in this rank's shard of the
+        buffer: the rest is not reduced, and follows which tokens a rank computes."""
         grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
         if grad is None:
             return torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""The schedule of verl's Megatron engine: passes one after the other, then what mcore does once behind the last."""
+"""The schedule of verl's Megatron engine: passes one after the other, then what mcore does once after the last."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from verl_prefix.models.mcore import router_counts, scale_auxiliary_losses, unwr
 
 @dataclass(eq=False)
 class MegatronSchedule(Schedule):
-    """A schedule whose gradients mcore reduces once, behind the last backward, as behind the last micro-batch of verl's
+    """A schedule whose gradients mcore reduces once, after the last backward, as after the last micro-batch of verl's
     own path. No backward finishes all of them: phase C has no lm_head, so that their reduction cannot overlap it.
 
     Attributes:
@@ -24,7 +24,8 @@ class MegatronSchedule(Schedule):
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
         if self.backward is None:
-            return self.run_passes(tokens, plan)
+            self.run_passes(tokens, plan)
+            return
         try:
             with self.module.no_sync():
                 self.run_passes(tokens, plan)
@@ -39,10 +40,9 @@ class MegatronSchedule(Schedule):
             for count in router_counts(self.module):  # else the next update would count these tokens, too
                 count.zero_()
             raise
-        return None
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
-        """All passes, without what mcore does once behind them."""
+        """All passes, without what mcore does once after them."""
         if self.backward is not None:
             scale_auxiliary_losses(self.module, len(plan.passes), tokens.input_ids.device)
         super().run(tokens, plan)

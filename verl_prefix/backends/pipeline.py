@@ -42,7 +42,7 @@ class _Begun(NamedTuple):
 
 
 class _MicroBatch(NamedTuple):
-    """A packed pass, or a wave with the cache that it reads; `where`: arguments of `annotate_errors`."""
+    """A packed pass, or a wave with the cache that it reads; `where`: phase and part, for an error's note."""
 
     layout: Layout
     cache: PrefixCache | None
@@ -57,7 +57,7 @@ class PipelineSchedule(MegatronSchedule):
         device, stages = tokens.input_ids.device, Neighbours(unwrapped(self.module))
         passes = [_MicroBatch(build_layout(one.groups, tokens.offsets), None, ("packed", "")) for one in plan.packed]
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
-        if self.backward is None:  # then nothing of a prefix is wanted behind its waves
+        if self.backward is None:  # then nothing of a prefix is wanted after its waves
             rounds = [[], *([one] for one in plan.phased)]
         with self.forward.model.grouped_attention():
             for phased in rounds:
@@ -110,7 +110,7 @@ class PipelineSchedule(MegatronSchedule):
             run_1f1b(self.module, forward, len(passes), forward_only=self.backward is None)
 
     def _phase_c(self, one: _Begun, stages: Neighbours, device: torch.device) -> None:
-        """Sends gradients back also where no layer of this stage is trained: the next stage does not know."""
+        """Receives a gradient also where this stage trains no layer: the next one sends it."""
         if self.backward is None:
             return
         grad = stages.receive_gradient(one.output)

@@ -46,11 +46,12 @@ class HFStockPath:
 
     def __init__(self, engine: Any, ranks: Ranks, unfused: bool) -> None:
         self._engine, self._ranks, self._unfused = engine, ranks, unfused
+        self._leak = packing_leak(engine.module)
         attention = engine.module.config.get_text_config()._attn_implementation
         self.facts = StockPath(
             dense_mask=not is_varlen(attention),
             from_zeros=is_varlen(attention),
-            one_row=engine.use_remove_padding and packing_leak(engine.module) is not None,
+            one_row=engine.use_remove_padding and self._leak is not None,
             why_not_sharded=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
         )
 
@@ -66,9 +67,9 @@ class HFStockPath:
             text = "prefix: stock path, rows padded: flash attention in transformers would take positions of "
             warn_once(logger, text + "three axes for those of packed rows")
             tu.assign_non_tensor(data, use_remove_padding=False)
-        elif packs and (leak := packing_leak(module)):
+        elif packs and self._leak:
             text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
-            warn_once(logger, text, leak)
+            warn_once(logger, text, self._leak)
             self._separate_rows(data)
         with towers_of_tensors(module), self._alone(data) if self.facts.why_not_sharded else nullcontext():
             output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
@@ -78,9 +79,9 @@ class HFStockPath:
     def _alone(self, data: TensorDict) -> Iterator[None]:
         """Context in which verl's engine computes without sequence parallelism.
 
-        The ranks of a group have the same rows, and so the same gradients, of which FSDP takes the mean. A pass has a
-        rank's token budget; or the longest row of any rank, or the longest rows that stay together, if that is more.
-        verl multiplies the budget by `sp_size`, so that it is divided by it here.
+        The ranks of a group have the same rows, and so the same gradients, of which FSDP takes the mean. The budget of
+        a pass is a rank's, or as many tokens as the longest rows that stay together have, of any rank. verl multiplies
+        it by `sp_size`, so that it is divided by it here.
         """
         group = get_ulysses_sequence_parallel_group()
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):

@@ -32,8 +32,8 @@ class Ranks:
     Args:
         data: the process group of ranks that have different rows, one of each set of copies. Never None.
         data_rank, data_size: this rank's place in it, and its size.
-        copies: how many ranks have the same rows: all of one sequence-, tensor- and pipeline-parallel set. Sums over
-            ranks count each of them, and are divided by `copies`.
+        copies: how many ranks have the same rows: all of one sequence-, tensor- and pipeline-parallel set. A sum over
+            ranks counts each of them; who asks for it divides by `copies`.
         slices: how many of the copies cut one packed row among themselves; their group is `slice_group`, None for one.
         has_outputs: whether this rank sees outputs and losses; the first stages of a pipeline do not.
         writes: True on one of the copies.
@@ -98,10 +98,6 @@ class Backend(Protocol):
     has_no_updates: bool
     deterministic: bool
     after_not_finite: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of activations."""
 
     @property
     def config(self) -> Any:
@@ -175,7 +171,7 @@ class Backend(Protocol):
 
     def gradients(self) -> Gradients:
         """The parts of this rank's model whose gradients the self-check compares: on every rank equally many, by the
-        same names."""
+        same names. Every rank calls it."""
 
     def rounding_noise(self) -> AbstractContextManager[None]:
         """Context in which layers' outputs are rounded differently each time, for the self-check."""

@@ -36,7 +36,8 @@ class MiniBatch:
     Args:
         last_tokens: of `TokenOutputs`.
         hides_padding: the loss of a pass that also has real rows does not see rows of padding, since means over rows
-            are among its metrics (verl#7771). A pass of padding alone gets its loss, and its metrics do not count.
+            are among its metrics (verl#7771). A pass of padding alone gets its loss, and its metrics do not count where
+            the rank has others.
 
     Attributes:
         keeps_model_output: whether outputs of rows are wanted, on every rank or on none.
@@ -60,18 +61,18 @@ class MiniBatch:
         rows = [row for group in layout.groups for row in group.rows]
         micro_batch = self._loss.rows(self._data, rows)
         model_output = self.token_outputs.of_rows(layout, outputs, micro_batch["input_ids"].offsets())
-        read, told = model_output, [i for i, row in enumerate(rows) if row not in self._padding]
-        if 0 < len(told) < len(rows):
-            micro_batch = select_rows(micro_batch, told)
+        read, seen = model_output, [i for i, row in enumerate(rows) if row not in self._padding]
+        if 0 < len(seen) < len(rows):
+            micro_batch = select_rows(micro_batch, seen)
             unbound = {name: values.unbind() for name, values in model_output.items()}
-            read = {name: tu.nested_tensor_from_tensor_list([x[i] for i in told]) for name, x in unbound.items()}
+            read = {name: tu.nested_tensor_from_tensor_list([x[i] for i in seen]) for name, x in unbound.items()}
         loss, metrics, counts = self._loss(read, micro_batch, self._backend.ranks.data)
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
         values = [loss.detach(), outputs, *self._loss.floats(micro_batch).values()]
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
         model_output = {name: values.detach() for name, values in model_output.items()}
         output = {"loss": loss.detach(), "metrics": metrics, "model_output": model_output}
-        self._passes.append(_Pass(rows, output, finite, where=current_pass(), counts=counts and bool(told)))
+        self._passes.append(_Pass(rows, output, finite, where=current_pass(), counts=counts and bool(seen)))
         return loss
 
     def outputs(self, plan: Plan) -> tuple[list[dict[str, Any]], list[list[int]]]:

@@ -81,13 +81,12 @@ class TokenOutputs:
             index: [n] of the tokens in the batch's flat values. logits: [n, vocabulary].
         """
         temperature = self.rows.data["temperature"]
-        # One offsets tensor per length: a recomputed jagged tensor is the same size only if its offsets are the same.
         if len(index) not in self._offsets:
             self._offsets[len(index)] = on_device(torch.tensor([0, len(index)]), index.device)
         outputs = self.backend.token_outputs(
             logits,
             # A suffix token's label is the next token of its own row, which a roll of the packed row would not give.
-            # The batch's last token, which may fill up a rank's share of them, has none, and nobody reads its output.
+            # The batch's last token, which pads a rank's share of tokens, has no next one: nobody reads its output.
             self.tokens.input_ids[(index + 1).clamp(max=len(self.tokens.input_ids) - 1)],
             self._token_temperature[index],
             is_one=not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0,

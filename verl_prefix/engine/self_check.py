@@ -47,10 +47,10 @@ class Verdict(NamedTuple):
     log_probs: float
     attention: float
     layer: int
-    recurrence: float = 0.0
-    key: Hashable = None
-    gradients: float = 0.0
-    part: str = ""
+    recurrence: float
+    key: Hashable
+    gradients: float
+    part: str
 
     @property
     def missed(self) -> bool:
@@ -62,17 +62,17 @@ class Verdict(NamedTuple):
         )
 
     def __str__(self) -> str:
-        told = (
+        text = (
             f"log-probs differ from the stock path's by {self.log_probs:.3g} times rounding noise (at most "
             f"{MAX_LOG_PROBS:g}), attention of layer {self.layer} from dense float64 by {self.attention:.3g} times (at "
             f"most {MAX_ATTENTION:g})"
         )
         if self.key is not None:
-            told += f", {self.key} from whole rows by {self.recurrence:.3g} times (at most {MAX_RECURRENCE:g})"
+            text += f", {self.key} from whole rows by {self.recurrence:.3g} times (at most {MAX_RECURRENCE:g})"
         if self.part:
-            told += f", gradients of {self.part} from the stock path's by {self.gradients:.3g} times"
-            told += f" (at most {MAX_GRADIENTS:g})"
-        return told
+            text += f", gradients of {self.part} from the stock path's by {self.gradients:.3g} times"
+            text += f" (at most {MAX_GRADIENTS:g})"
+        return text
 
 
 class LayerCheck:

@@ -164,19 +164,17 @@ class StepMetrics:
         """Says of the first batch what each value of prefix.trees computes, where rows are turns or prompts begin
         alike. Under `off` a session's rows lie on several ranks. Under the others they would lie on one, and might
         share more: then the numbers are upper bounds."""
+        if torch.distributed.get_rank():
+            return
         scattered = self._options.trees == "off" and torch.distributed.get_world_size() > self._ranks.copies
         most = "at most " if scattered else ""
-        if uid != off and torch.distributed.get_rank() == 0:
+        if uid != off:
             logger.warning(
                 "prefix: rows of turns: of %d tokens prefix.trees=off (whole prompts alone) computes %d, uid %s%d, "
                 "batch %s%d; %s is on", stock, off, most, uid, most, batch,
                 self._options.trees,
             )  # fmt: skip
-        elif (
-            self._options.trees != "batch"
-            and 0 < batch < (1 - _WORTH_TELLING) * off
-            and torch.distributed.get_rank() == 0
-        ):
+        elif self._options.trees != "batch" and 0 < batch < (1 - _WORTH_TELLING) * off:
             logger.warning(
                 "prefix: prompts begin alike: of %d tokens %d are computed, and with prefix.trees=batch %d",
                 stock, off, batch,

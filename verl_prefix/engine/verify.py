@@ -46,7 +46,7 @@ class Verification:
         self._num_batches = 0
 
     def check(self, rows: BatchRows, groups: Sequence[Group], budget: int) -> dict[str, float]:
-        """Checks at least two rows of the cheapest group, if a check is due; returns its metrics.
+        """Checks a few rows of a group, if a check is due; returns its metrics.
 
         Args:
             budget: tokens of one pass; no pass of the check has more, unless one row alone does. Where each rank of
@@ -63,22 +63,22 @@ class Verification:
             self._num_batches += 1
             return {}
         groups = [group for group in groups if group.num_suffix_tokens] or groups
-        told = ""
+        limits = ""
         if self._backend.stock_facts.why_not_sharded:
             most = budget // self._backend.ranks.slices
             fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
-            groups, told = _of_rows(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
+            groups, limits = _of_rows(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
         candidates = self._checkable(rows, groups)
         if not candidates:
             if is_vision_config(self._backend.config):
-                told += ", without tokens of images or videos in responses"
+                limits += ", without tokens of images or videos in responses"
                 if not self._backend.stock_facts.equal_tower_runs:
-                    told += " and with the same number of kinds of pixels (images, videos) on every rank"
+                    limits += " and with the same number of kinds of pixels (images, videos) on every rank"
             warn_once(
                 logger,
                 "prefix.verify waits for a batch in which every rank has a prompt%s; set "
                 "actor_rollout_ref.actor.prefix.verify=off where none will come",
-                told,
+                limits,
             )
             return {}
         with out_of_memory_advice(None):
