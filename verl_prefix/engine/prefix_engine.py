@@ -5,6 +5,7 @@ rows, plans passes over groups (`core.waves`), runs them (`core.schedule`) and c
 each pass with verl's own functions, on suffix tokens only. What differs from engine to engine of verl is its backend's.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,7 +22,6 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, pad_to_same_passes
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.carried_pixels import receive_pixels
@@ -60,33 +60,44 @@ class PrefixEngine:
     ) -> dict[str, Any]:
         """A rank's mini-batch: same contract as verl's method, rows in the order they came."""
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
-        batch, loss, metrics = BatchRows(data), Loss(loss_function), dict[str, float]()
-        path: Plan | Stock | None = self._paths.why_stock(batch) or self._verification.failure
-        if path is None:
-            loss.tell()
-            exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss.is_unknown)
-            metrics |= self._step_metrics.see(exchange, self.trees, forward_only)
-            self.trees = exchange.trees
-            path = self._paths.plan(batch, exchange.groups, forward_only)
-            metrics |= self._paths.metrics()
-        if isinstance(path, Plan):
-            with together("checking rows"):
-                exchange.rows.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.from_zeros)
-            rows = self._prepared(exchange.rows)
-            if not forward_only or self.backend.has_no_updates:
-                budget = batch.budget(exchange.groups)  # which reads use_dynamic_bsz, changed in `rows`
-                metrics |= self._verification.check(rows, exchange.groups, budget)
-            path = self._verification.failure or path  # the check may just have missed
-        if isinstance(path, Stock):
-            warn_once(logger, "prefix: stock path, %s", path.reason)
-            metrics["prefix/stock_rows"] = batch.num_real
-            with together("receiving pixels"):
-                data = receive_pixels(data)
-            output = self.backend.stock_batch(data, loss_function, forward_only)
-        else:
-            output, found = self._shared(rows, exchange.groups, path, loss, forward_only)
-            output["model_output"] = exchange.give_back(output["model_output"])
-            metrics |= found | exchange.metrics
+        batch, loss = BatchRows(data), Loss(loss_function)
+        if why := self._paths.why_stock(batch) or self._verification.failure:
+            return self._run_stock(batch, loss_function, forward_only, why, {})
+        loss.tell()
+        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss.is_unknown)
+        metrics = self._step_metrics.see(exchange, self.trees, forward_only)
+        self.trees = exchange.trees
+        plan = self._paths.plan(batch, exchange.groups, forward_only)
+        metrics |= self._paths.metrics()
+        if isinstance(plan, Stock):
+            return self._run_stock(batch, loss_function, forward_only, plan, metrics)
+        with together("checking rows"):
+            exchange.rows.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.from_zeros)
+        rows = self._prepared(exchange.rows)
+        if not forward_only or self.backend.has_no_updates:
+            budget = batch.budget(exchange.groups)  # by the flags that verl set, which `rows` no longer have
+            metrics |= self._verification.check(rows, exchange.groups, budget)
+        if why := self._verification.failure:
+            return self._run_stock(batch, loss_function, forward_only, why, metrics)
+        output, found = self._run_shared(rows, exchange.groups, plan, loss, forward_only)
+        output["model_output"] = exchange.give_back(output["model_output"])
+        return self._reported(output, metrics | found | exchange.metrics, batch, forward_only)
+
+    def _run_stock(
+        self, batch: BatchRows, loss_function: LossFunction | None, forward_only: bool, why: Stock,
+        metrics: dict[str, float],
+    ) -> dict[str, Any]:  # fmt: skip
+        """Computes a batch on verl's own path. metrics: of the batch so far."""
+        warn_once(logger, "prefix: stock path, %s", why.reason)
+        with together("receiving pixels"):
+            data = receive_pixels(batch.data)
+        output = self.backend.stock_batch(data, loss_function, forward_only)
+        return self._reported(output, metrics | {"prefix/stock_rows": batch.num_real}, batch, forward_only)
+
+    def _reported(
+        self, output: dict[str, Any], metrics: dict[str, float], batch: BatchRows, forward_only: bool
+    ) -> dict[str, Any]:
+        """The output of a batch, with what is reported after it."""
         output.setdefault("metrics", {}).update(self._step_metrics.report(metrics, batch, forward_only))
         return output
 
@@ -99,12 +110,11 @@ class PrefixEngine:
             data,
             batch_num_tokens=batch_num_tokens.item(),
             dp_size=ranks.data_size,
-            # Our passes are row lists whatever this was: verl restores the row order only under dynamic batch size.
-            use_dynamic_bsz=True,
+            use_dynamic_bsz=True,  # without which verl leaves rows of our passes in the order of passes
         )
         return rows.replaced(data)
 
-    def _shared(
+    def _run_shared(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """As `run_plan`, with as much kept as this device has room for."""
@@ -124,7 +134,7 @@ class PrefixEngine:
         """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
 
         Args:
-            rows: `_prepared`. groups: theirs. meter: of the phases.
+            rows: as `_prepared` makes them. groups: theirs. meter: what measures the passes; None: a new one.
             pass_type: as in `core.forward.PackedForward`.
             keeps: what the passes keep; None: as little as they need.
         """
@@ -135,7 +145,7 @@ class PrefixEngine:
         mini_batch = MiniBatch(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
         schedule = self._schedule(
             mini_batch.token_outputs.of_tokens, mini_batch.step, forward_only, offload=self.prefix_config.offload,
-            keep_attention=keeps.attention_kept, logits_chunk=keeps.chunk, pass_type=pass_type, meter=meter or Meter(),
+            keep_attention=keeps.attention_kept, logits_chunk=keeps.chunk, pass_type=pass_type, meter=meter,
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext():
             try:
@@ -156,18 +166,15 @@ class PrefixEngine:
             metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in rows.without_padding(groups))
         return output, metrics
 
-    def _schedule(self, outputs: Callable, step: Callable, forward_only: bool, **options: Any) -> Schedule:
-        """The backend's schedule, by this run's options."""
-        return self.backend.schedule(outputs, step, forward_only, kernel=self.prefix_config.attention, **options)
-
     def verls_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         """verl's own `forward_backward_batch`."""
         output: dict[str, Any] = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
         return output
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
-        """Runs one optimizer step, as verl's; `prefix.trace_dir` has it recorded first. Under `mini_batches=prompts` a
-        loss that is a mean over rows divides by the mini-batch's rows, where verl counts n per prompt and padding."""
+        """Runs one optimizer step, as verl's, after `prefix.trace_dir` recorded its batch. Under `mini_batches=prompts`
+        losses that are means over rows divide by the rows of the mini-batch that are no padding; verl tells them
+        another number, n for each prompt."""
         ranks = self.backend.ranks
         rows = BatchRows(data)
         if self.prefix_config.mini_batches == "prompts":
@@ -183,6 +190,7 @@ class PrefixEngine:
         """Ends the constructor: verl's engine is there, by `engine_config`. `trees`, `_headroom` and `_paths` follow in
         `initialize`."""
         self.backend = backend
+        self._schedule = functools.partial(backend.schedule, kernel=self.prefix_config.attention)
         self._verification = Verification(backend, self.prefix_config, self.run_plan)
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
         if self.prefix_config.trace_dir and not backend.has_no_updates:
