@@ -669,9 +669,9 @@ def _tool_tokens_one_token_off(models: dict) -> dict:
     return _compare(off, _stock(models["qwen3"], options))
 
 
-def _chunks(models: dict, given: int | None) -> list[int]:
+def _chunks(models: dict, given: int | None, temperature: float = 1.0) -> list[int]:
     """`PackedForward.logits_chunk` of log-probs and of an update. MOCK: flash-attn's cross entropy is installed."""
-    options = {"logits_chunk": given, "verify": "off", "min_speedup": 0}
+    options = {"logits_chunk": given, "verify": "off", "min_speedup": 0, "temperature": temperature}
     engine, found = _engine("prefix", models["qwen3"], options), []
     data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, options)
     run = Schedule.run
@@ -685,8 +685,9 @@ def _chunks(models: dict, given: int | None) -> list[int]:
 
 
 def test_an_update_has_all_logits_of_a_pass_at_once_where_there_is_room(one_rank):
-    """Log-probs have no backward in which chunks would run again."""
+    """Log-probs have no backward in which chunks would run again. verl divides a copy by a temperature."""
     assert one_rank(_chunks, None)[0] == [LOGITS_CHUNK, sys.maxsize]
+    assert one_rank(_chunks, None, 0.7)[0] == [LOGITS_CHUNK, LOGITS_CHUNK]
     assert one_rank(_chunks, 7)[0] == [7, 7]
 
 

@@ -161,7 +161,7 @@ class Backend(Protocol):
         """
 
     def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
-        """Whether `token_outputs` by these flags needs no copy of the logits."""
+        """Whether `token_outputs` by these flags, at temperature 1, needs no copy of the logits."""
 
     def logits_like(self) -> torch.Tensor:
         """Logits [1, this rank's part of the vocabulary] of a made-up token."""

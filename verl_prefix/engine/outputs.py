@@ -27,6 +27,12 @@ def flags_of(data: TensorDict) -> dict[str, bool]:
     return {flag: bool(tu.get_non_tensor_data(data, flag, False)) for flag in FLAGS}
 
 
+def is_unscaled(data: TensorDict) -> bool:
+    """Whether the temperature of all rows is known to be 1, so that verl divides no logits by it."""
+    temperature = data["temperature"]
+    return not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0
+
+
 class TokenOutputs:
     """Outputs of a mini-batch's suffix tokens: log-probs, and what verl's flags ask for.
 
@@ -80,7 +86,6 @@ class TokenOutputs:
         Args:
             index: [n] of the tokens in the batch's flat values. logits: [n, vocabulary].
         """
-        temperature = self.rows.data["temperature"]
         if len(index) not in self._offsets:
             self._offsets[len(index)] = on_device(torch.tensor([0, len(index)]), index.device)
         outputs = self.backend.token_outputs(
@@ -89,7 +94,7 @@ class TokenOutputs:
             # The batch's last token, which pads a rank's share of tokens, has no next one: nobody reads its output.
             self.tokens.input_ids[(index + 1).clamp(max=len(self.tokens.input_ids) - 1)],
             self._token_temperature[index],
-            is_one=not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0,
+            is_one=is_unscaled(self.rows.data),
             flags=self._flags,
             offsets=self._offsets[len(index)],
         )

@@ -31,7 +31,7 @@ from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.mini_batch import MiniBatch, even_out
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
-from verl_prefix.engine.outputs import flags_of
+from verl_prefix.engine.outputs import flags_of, is_unscaled
 from verl_prefix.engine.paths import Paths, Stock
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics, plan_metrics
@@ -121,7 +121,7 @@ class PrefixEngine:
         costs = self._paths.costs
         keeps, meter = costs.memory, self._headroom.meter(forward_only)
         if not forward_only:
-            one_copy = self.backend.reads_logits_once(flags_of(rows.data))
+            one_copy = is_unscaled(rows.data) and self.backend.reads_logits_once(flags_of(rows.data))
             keeps = self._headroom.keeps(plan, costs, self.prefix_config.keep_attention, one_copy)
         with out_of_memory_advice(plan, keeps):
             return self.run_plan(rows, groups, plan, loss, forward_only, keeps=keeps, meter=meter)
