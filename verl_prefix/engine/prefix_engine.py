@@ -118,11 +118,10 @@ class PrefixEngine:
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """As `run_plan`, with as much kept as this device has room for."""
-        costs = self._paths.costs
-        keeps, meter = costs.memory, self._headroom.meter(forward_only)
+        keeps, meter = None, self._headroom.meter(forward_only)
         if not forward_only:
             one_copy = is_unscaled(rows.data) and self.backend.reads_logits_once(flags_of(rows.data))
-            keeps = self._headroom.keeps(plan, costs, self.prefix_config.keep_attention, one_copy)
+            keeps = self._headroom.keeps(plan, self._paths.costs, self.prefix_config.keep_attention, one_copy)
         with out_of_memory_advice(plan, keeps):
             return self.run_plan(rows, groups, plan, loss, forward_only, keeps=keeps, meter=meter)
 
