@@ -124,7 +124,8 @@ def markdown(report: dict[str, Any]) -> str:
         "On a pipeline (PP) passes run as on one stage with all layers; `verl_prefix.auto.pipeline` says when each "
         "stage could run its part, an equal one of the layers, with hidden states on the wire. The bubble is the part "
         "of the passes' time that a stage waits or sends. Sharing leaves fewer micro-batches to fill the pipeline, so "
-        "the speed-up is less than the FLOP ratio. Peaks of pipelines are estimates, as those of `plan`.", "",
+        "the speed-up is less than the FLOP ratio. Peaks of pipelines are estimates, as those of `plan`; what does not "
+        "fit wants more data-parallel ranks, or the optimizer on the host.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
