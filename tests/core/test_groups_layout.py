@@ -79,6 +79,18 @@ def test_empty_prompt_is_refused():
         group_trees(torch.arange(4), [0, 2, 4], [1, 0], [[], []])
 
 
+def test_prefixes_that_leave_no_room_for_a_suffix_do_not_share_a_pass():
+    groups = [Group((2 * i, 2 * i + 1), 25, (70, 70)) for i in range(2)]
+    for schedule in ("phased", "auto"):
+        assert [len(one.groups) for one in make_plan(groups, 100, schedule).phased] == [1, 1]
+    assert [len(one.groups) for one in make_plan(groups, 140, "phased").phased] == [2]
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match="schedule='pack': a plan is packed, phased or auto"):
+        make_plan([], 100, "pack")
+
+
 def test_a_bin_takes_the_smallest_item_that_just_fits():
     assert first_fit([2, 5, 3], int, 5) == [[5], [3, 2]]
 
@@ -291,7 +303,8 @@ def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, sche
         assert prefixes <= room or len(phased.groups) == 1
         for wave in phased.waves:
             lens = [n for _, piece in wave for n in piece.suffix_lens if n]
-            assert prefixes * (not offload) + sum(lens) <= budget or len(lens) == 1
+            is_one_row = len(lens) == 1 and (offload or len(phased.groups) == 1)
+            assert prefixes * (not offload) + sum(lens) <= budget or is_one_row
             assert not is_heeded or sum(lens) <= wave_tokens or len(lens) == 1
     if schedule == "auto":
         assert plan.split_groups == 0, "auto runs what does not fit in phases, and never computes a prefix twice"

@@ -8,6 +8,7 @@ from verl_prefix.core.attention import AttentionPass, merge
 from verl_prefix.core.calls import AttentionParams, Call, Spans
 from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu, reference
 from verl_prefix.core.layout import Layout
+from verl_prefix.core.prefix_cache import PrefixCache
 
 SPANS = {
     True: Spans((0, 5, 6, 23), (0, 5, 6, 23)),
@@ -156,3 +157,5 @@ def test_a_pass_asks_for_a_kernel_of_its_tensors_and_keeps_nothing_unasked(monke
     of = "reference", "cpu", torch.float32, 24
     assert asked == [(of, {"softcap": False}), (of, {"softcap": True})]
     assert one.num_calls == 2 and one.kept is None
+    with pytest.raises(RuntimeError, match="layer 3 runs in a wave and did not run in phase A"):
+        AttentionPass(layout, "reference", cache=PrefixCache()).attend(3, q, k, k, None, AttentionParams(0.2))

@@ -89,7 +89,10 @@ class AttentionPass:
             sinks = None if sinks is None else self.shards.heads(sinks)
         if self.capture is not None:
             k, v = self.capture.capture(layer, k, v)
-        anchor = None if self.cache is None else self.cache.anchors[layer]
+        anchor = None
+        if self.cache is not None:
+            self.cache.read(layer)  # raises where phase A left nothing
+            anchor = self.cache.anchors[layer]
         out: torch.Tensor = GroupedAttention.apply(  # type: ignore[no-untyped-call]
             q, k, v, sinks, self.layout, kernel, params, self.cache, layer, self.kept, anchor
         )

@@ -42,9 +42,8 @@ class Spans:
 
     Attributes:
         q, k: n + 1 increasing ints for n spans, from 0 on.
-        q_parts: the bounds `q` and those between, where the queries of a span belong to several rows. The reference
-            kernel, and the CPU kernel in its forward, go part by part, so that the rows beside a row do not change its
-            bits. Empty: as `q`.
+        q_parts: `q` refined to one part per segment. The reference kernel, and the CPU kernel in its forward, go part
+            by part, so that the rows beside a row do not change its bits. Empty: as `q`.
     """
 
     q: tuple[int, ...]

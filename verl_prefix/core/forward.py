@@ -120,8 +120,8 @@ class PackedForward:
             keep_attention: False: never, whatever the field says.
 
         Returns:
-            the model's output, from which FSDP2 starts phase C: of one token, or of those strand tokens whose outputs
-            waves read.
+            where the backward of phase C starts: the model's output of one token, or of the strand tokens that waves
+            read, [m, k].
         """
         keep_attention = keep_attention and self.keep_attention
         attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep_attention=keep_attention)

@@ -17,7 +17,7 @@ class Strand(NamedTuple):
     Attributes:
         row: one of these rows.
         start, end: the strand's tokens are this row's tokens start to end.
-        parent: number of the strand in which the `start` tokens before it end; -1: there are none.
+        parent: index of the strand in which the `start` tokens before it end; -1: there are none.
     """
 
     row: int
@@ -30,7 +30,7 @@ class Fork(NamedTuple):
     """Where a row leaves the strands.
 
     Attributes:
-        strand: number of the strand in which the row's shared tokens end; -1: it shares none.
+        strand: index of the strand in which the row's shared tokens end; -1: it shares none.
         start: number of the row's tokens that it shares; its suffix begins after them.
     """
 
@@ -81,6 +81,11 @@ class Group:
         """Numbers of outputs that each row reads: as many as response tokens."""
         columns = zip(self.forks, self.suffix_lens, self.first_outputs, strict=True)
         return tuple(fork.start + n - first for fork, n, first in columns)
+
+    @property
+    def reads_strands(self) -> bool:
+        """Whether some row reads outputs of strand tokens."""
+        return any(fork.start > first for fork, first in zip(self.forks, self.first_outputs, strict=True))
 
     @property
     def num_strand_outputs(self) -> int:

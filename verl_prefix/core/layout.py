@@ -39,7 +39,7 @@ class Reads(NamedTuple):
 
     Attributes:
         places: [n] int64, where in the batch each stands.
-        tokens: [n] int64, the token of the packed row that computes it; of phase A's, -1 - its token there.
+        tokens: [n] int64, the token of the packed row that computes it; below 0: token -1 - x of `source`.
     """
 
     places: torch.Tensor
@@ -84,8 +84,7 @@ class Layout:
 
     @property
     def multiplicity(self) -> torch.Tensor:
-        """[T] int64: in how many rows of the stock actor's batch each token stands, of those that have outputs; 0 in a
-        dummy."""
+        """[T] int64: how many rows with outputs contain each token; 0 in a dummy."""
         counts = []
         for group in self.groups if self.num_strand_tokens else ():
             steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]

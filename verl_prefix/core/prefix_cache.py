@@ -56,7 +56,7 @@ class PrefixCache:
 
         Args:
             key: the layer's. tensors: what suffixes read.
-            beside: outputs with which phase A goes on, where that is not `tensors`. They join the node of `tensors` in
+            beside: outputs with which phase A goes on, where these are not stored. They join the node of `tensors` in
                 the graph, which backward would else never visit.
 
         Returns:
@@ -82,6 +82,11 @@ class PrefixCache:
         Raises:
             RuntimeError: it left nothing, or phase C has begun.
         """
+        if key not in self._stored and self._is_open:
+            raise RuntimeError(
+                f"layer {key} runs in a wave and did not run in phase A, and only layers that run in both can share a "
+                f"prefix; set {WITHOUT_SHARING}, or call the model on whole rows"
+            )
         if key not in self._stored:
             raise RuntimeError(
                 f"the prefix cache has no layer {key}: backward of a wave came after phase C, which frees the cache; "

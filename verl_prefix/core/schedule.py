@@ -62,7 +62,7 @@ class Schedule:
         self, tokens: TokenBatch, planned: PackedPass | PhasedPass, last: bool = True
     ) -> Iterator[Iterator[PassOutputs]]:
         """Context of one pass, inside `grouped_attention`: phase A runs on entering, a forward at each iteration, phase
-        C on leaving.
+        C on leaving, of the forwards so far.
 
         The caller runs a forward's backward before it asks for the next forward: contexts of this generator
         (`gradient_sync`, `meter`) stay open at the yield. After an exception, and where no prefix has a gradient, there
@@ -121,6 +121,6 @@ def wave_layouts(tokens: TokenBatch, planned: PhasedPass, source: Layout) -> Ite
     Args:
         source: the packed row of phase A.
     """
-    for part, wave in enumerate(planned.waves, start=1):
+    for at, wave in enumerate(planned.waves, start=1):
         numbers, groups = [number for number, _ in wave], [piece for _, piece in wave]
-        yield build_layout(groups, tokens.offsets, source, numbers), f"wave {part} of {len(planned.waves)}"
+        yield build_layout(groups, tokens.offsets, source, numbers), f"wave {at} of {len(planned.waves)}"

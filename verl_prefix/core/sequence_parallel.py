@@ -39,10 +39,10 @@ class Shards:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         parts = (range(layout.num_strand_tokens), range(layout.num_strand_tokens, layout.num_tokens))
-        slices = [-(-len(part) // self.size) for part in parts]
-        self._local = sum(slices)
+        slice_lens = [-(-len(part) // self.size) for part in parts]
+        self._local = sum(slice_lens)
         positions = []
-        for part, length, before in zip(parts, slices, (0, slices[0]), strict=True):
+        for part, length, before in zip(parts, slice_lens, (0, slice_lens[0]), strict=True):
             number = torch.arange(len(part))
             positions.append(number // max(length, 1) * self._local + before + number % max(length, 1))
         # Where every token stands among the tokens of rank 0, then rank 1, and so on.

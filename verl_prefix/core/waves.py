@@ -5,7 +5,8 @@ A budget counts physical tokens, those that are computed. All here are pure func
 """
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import TypeVar
@@ -109,6 +110,8 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     however long that and its path are."""
     if (group.num_physical_tokens if suffixes else group.prefix_len) <= budget:
         return [group]
+    if not suffixes and len(group.strands) < 2:  # every piece would have the same one
+        return [group]
     units, outputs = list(group.units()), group.output_lens
     # Of each unit: tokens of its suffix, and what its rows read of strands.
     suffix = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
@@ -172,9 +175,17 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     return tuple(tuple((number, groups[number].of(range(*rows))) for number, rows in wave.items()) for wave in waves)
 
 
+def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
+    """Sets of groups for a phased pass each: strands have `room`, and with the longest suffix the budget, unless one
+    group alone exceeds it."""
+    for members in first_fit(groups, lambda group: group.prefix_len, room):
+        longest = max(sum(group.suffix_lens[start:end]) for group in members for start, end in group.units())
+        yield from first_fit(members, lambda group: group.prefix_len, min(room, budget - longest))
+
+
 def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
-    """Whether waves of `wave_tokens` leave some of the budget to prefixes; where these wait in host memory, whether
-    waves fit it. `make_plan` ignores a `wave_tokens` that does not, and readers of users' options refuse it."""
+    """Whether waves of `wave_tokens` leave some of the budget to prefixes; with `offload`, whether a wave fits it.
+    `make_plan` ignores a `wave_tokens` that does not, and readers of users' options refuse it."""
     return wave_tokens <= budget if offload else wave_tokens < budget
 
 
@@ -205,7 +216,12 @@ def make_plan(
             leave less of the budget. None: what prefixes leave.
         offload: prefixes wait in host memory during the waves, and do not count.
         least_wave: tokens that a wave may always have, whatever prefixes leave.
+
+    Raises:
+        ValueError: the schedule is none of these.
     """
+    if schedule not in ("packed", "phased", "auto"):
+        raise ValueError(f"schedule={schedule!r}: a plan is packed, phased or auto")
     live = pass_order(groups)
     fits = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
     if wave_tokens is not None and not leaves_room(wave_tokens, budget, offload):
@@ -215,12 +231,12 @@ def make_plan(
     to_phase = [_pieces(group, room, suffixes=False) for group, fit in zip(live, fits, strict=True) if not fit]
     packed = first_fit([*chain(*to_pack)], lambda group: group.num_physical_tokens, budget)
     passes: list[PackedPass | PhasedPass] = [PackedPass(tuple(pass_order(members))) for members in packed]
-    for members in first_fit([*chain(*to_phase)], lambda group: group.prefix_len, room):
+    for members in _phased_sets([*chain(*to_phase)], room, sys.maxsize if offload else budget):
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.prefix_len for group in ordered)
         left = max(budget - resident, least_wave)
         waves = make_waves(ordered, min(wave_tokens or left, left))
-        passes.append(PhasedPass(ordered, waves, any(group.num_strand_outputs for group in ordered)))
+        passes.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
     return Plan(
         tuple(passes),
         split_groups=sum(len(of_group) > 1 for of_group in [*to_pack, *to_phase]),
