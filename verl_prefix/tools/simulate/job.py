@@ -96,5 +96,5 @@ class Job:
 
     @property
     def reads_logits_once(self) -> bool:
-        """As `Backend.reads_logits_once` of an update."""
-        return not self.entropy and self.division is None
+        """As `Backend.reads_logits_once` of an update, at temperature 1."""
+        return not self.entropy and self.division is None and self.temperature == 1.0
