@@ -1,6 +1,7 @@
 """`verl-prefix plan`: what it reads, counts and refuses. No Ray, no weights; what a run then measures is compared in
 examples/results."""
 
+import functools
 import json
 import os
 import re
@@ -67,6 +68,9 @@ def build(folder: Path, *more: str, responses: str | None = "20,0", shares: str 
     return plan.build(Options(overrides(folder, *more), response_lengths=responses, shares=shares))
 
 
+built_as_it_is = functools.cache(build)  # where nothing is patched
+
+
 def test_of_prompts_with_images_no_value_of_trees_is_counted(folder, monkeypatch):
     """Which have no tokens to compare; reading them takes long."""
     read = work.read_prompts
@@ -102,7 +106,7 @@ def test_tokens_groups_and_speedups_of_equal_prompts(folder):
 
 def test_ranks_with_a_copy_of_the_parameters_each_hold_all_of_it(folder):
     key = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
-    shared, alone = build(folder), build(folder, f"{key}=1")
+    shared, alone = built_as_it_is(folder), build(folder, f"{key}=1")
     assert alone["resident_gib"] == pytest.approx(2 * shared["resident_gib"])
     assert build(folder, f"{key}=2")["resident_gib"] == shared["resident_gib"]
 
@@ -130,7 +134,7 @@ def test_sequence_parallel_gpus_are_half_the_ranks_with_twice_the_budget(folder)
 def test_a_small_budget_makes_phases_and_nothing_shared_gains_nothing(folder):
     small = build(folder, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=200")
     assert small["packed_groups"] == 0 and small["phased_groups"] == 4 * 8
-    assert small["added_gib"]["phased"] <= build(folder)["added_gib"]["packed"]
+    assert small["added_gib"]["phased"] <= built_as_it_is(folder)["added_gib"]["packed"]
     alone = build(folder, "actor_rollout_ref.rollout.n=1")
     assert alone["tokens"]["ratio"] == 1.0
     stock = build(folder, "actor_rollout_ref.actor.prefix.schedule=stock")
@@ -303,7 +307,7 @@ def test_a_launcher_may_have_an_option_that_begins_as_hydras(capsys, monkeypatch
     "text",
     [
         f"(while :; do nvidia-smi >> gpu; sleep 9; done) &\n{RUN} a=1 > log &",
-        f"for i in 1 2; do (while :; do :; done) & done\n{RUN} a=1",
+        pytest.param(f"for i in 1 2; do (while :; do :; done) & done\n{RUN} a=1", marks=pytest.mark.ci),
     ],
 )
 def test_no_loop_of_a_script_goes_on_behind_it(tmp_path, monkeypatch, text):
@@ -328,7 +332,8 @@ def test_no_loop_of_a_script_goes_on_behind_it(tmp_path, monkeypatch, text):
 )
 def test_what_is_not_trained_has_neither_gradients_nor_moments(folder, overrides_, share):
     # A rank of 1 in this model of 0.4 M parameters is 1.2 % of it.
-    assert build(folder, *overrides_)["resident_gib"] == pytest.approx(share * build(folder)["resident_gib"], rel=0.06)
+    whole = built_as_it_is(folder)["resident_gib"]
+    assert build(folder, *overrides_)["resident_gib"] == pytest.approx(share * whole, rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -462,7 +467,10 @@ def test_sharing_is_worth_it_where_auto_shares(folder):
         (f"{PREFIX}.exchange=off trainer.v1.trainer_mode=sync actor_rollout_ref.actor.ppo_mini_batch_size=8",
          f"{PREFIX}.exchange=auto"),
         (f"{PREFIX}.schedule=stock", f"{PREFIX}.schedule=auto"),
-        (f"{PREFIX}.schedule=packed actor_rollout_ref.actor.ppo_max_token_len_per_gpu=175", f"{PREFIX}.schedule=auto"),
+        pytest.param(
+            f"{PREFIX}.schedule=packed actor_rollout_ref.actor.ppo_max_token_len_per_gpu=175",
+            f"{PREFIX}.schedule=auto", marks=pytest.mark.ci,
+        ),
         ("", None),
     ],
 )  # fmt: skip
@@ -549,7 +557,7 @@ ASYNC = {
 }
 
 
-@pytest.mark.parametrize("module", ASYNC)
+@pytest.mark.parametrize("module", [x if "fully" in x else pytest.param(x, marks=pytest.mark.ci) for x in ASYNC])
 def test_an_asynchronous_command_is_planned_in_its_own_config_by_the_trainers_update(
     folder, tmp_path, capsys, monkeypatch, module
 ):
@@ -613,7 +621,7 @@ def test_prompts_torn_by_the_legacy_trainer_are_told_what_keeps_them(folder):
 def test_separate_async_makes_updates_of_whole_prompts(folder):
     found = build(folder, "trainer.v1.trainer_mode=separate_async")
     assert found["notes"] == [] and "rollout, which is apart" in found["verdict"]
-    assert found["tokens"] == build(folder)["tokens"]
+    assert found["tokens"] == built_as_it_is(folder)["tokens"]
 
 
 def test_ref_is_priced_with_its_own_micro_batches(folder):
@@ -687,7 +695,7 @@ def test_prompts_hold_the_schemas_of_their_tools(folder, tmp_path):
     (tmp_path / "tools.yaml").write_text(SCHEMA)
     model = f"actor_rollout_ref.model.path={tmp_path / 'model'}"
     alone = build(folder, model)["prompt_tokens"]["p50"]
-    assert alone == build(folder)["prompt_tokens"]["p50"]
+    assert alone == built_as_it_is(folder)["prompt_tokens"]["p50"]
     turns = "actor_rollout_ref.rollout.multi_turn"
     native, function = f"{turns}.tool_config_path={tmp_path}/tools.yaml", f"data.function_tool_path={tmp_path}/tools.py"
     one, other, both = (
@@ -957,9 +965,12 @@ assert code == 2 and not slow, (code, slow)
         ("actor_rollout_ref.nonsense=1", "do not compose"),
         ("data.train_files=/nowhere.parquet", "/nowhere.parquet is not a file here; copy it"),
         ("actor_rollout_ref.model.path=/none", "model.path=/none cannot be read here (nothing is there)"),
-        ("actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read here"),
+        pytest.param(
+            "actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read here",
+            marks=pytest.mark.ci,
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_needs_no_model_is_said_before_anything_slow_is_imported(data, words, message):
     command = json.dumps(["plan", *overrides(data), words])
     done = subprocess.run(
@@ -1055,7 +1066,7 @@ def test_a_leak_of_verls_own_path_is_said_and_priced(folder, tmp_path):
     found, padded = (
         build(folder, *words, f"actor_rollout_ref.model.use_remove_padding={x}") for x in ("true", "false")
     )
-    assert found["unsupported"] == [] and padded["notes"] == build(folder)["notes"] == []
+    assert found["unsupported"] == [] and padded["notes"] == built_as_it_is(folder)["notes"] == []
     assert "model_engine=dp would be wrong for this model: verl does not tell Lfm2ShortConv" in found["notes"][0]
     role, micro = "actor_rollout_ref", "micro_batch_size_per_gpu"
     alone = (
@@ -1071,7 +1082,7 @@ def test_a_leak_of_verls_own_path_is_said_and_priced(folder, tmp_path):
     assert found["added_gib"]["packed"] == padded["added_gib"]["packed"]
 
 
-@pytest.mark.parametrize(("num_turns", "prompts"), [(1, 768), (3, 256)])
+@pytest.mark.parametrize(("num_turns", "prompts"), [pytest.param(1, 768, marks=pytest.mark.ci), (3, 256)])
 def test_a_part_of_a_large_step_is_priced_without_padding(num_turns, prompts):
     """1024 prompts x 5 in mini-batches of 256 prompts: 4,000 rows would be filled up with 1,120 of padding."""
     size = Sizes(1024, 5, mini_batches=4, ranks=8, micro_batches={})

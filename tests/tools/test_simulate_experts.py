@@ -4,7 +4,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from helpers.simulations import H100, half_of_8
+from helpers.simulations import H100, two_of_8
 from transformers import AutoConfig, PretrainedConfig
 
 from verl_prefix.auto.cost import peak_bytes
@@ -35,7 +35,7 @@ def amounts(job: Job, amount: str) -> float:
     return sum(phase[amount] for phase in phases_of(job).values())
 
 
-@pytest.mark.parametrize(("checkpointing", "times"), [(False, 4), (True, 6)])
+@pytest.mark.parametrize(("checkpointing", "times"), [pytest.param(False, 4, marks=pytest.mark.ci), (True, 6)])
 def test_rows_travel_to_their_experts_and_back(checkpointing, times):
     """Twice forward and twice backward, and twice more where layers are computed again: bf16, by shapes."""
     job = replace(JOB, expert_ranks=4, checkpointing=checkpointing)
@@ -49,7 +49,7 @@ def test_experts_compute_the_same_on_every_engine():
     assert flops[1:] == pytest.approx(flops[:1] * 2, rel=1e-9)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_a_rank_gathers_its_own_experts_alone(replicas):
     """What a rank gathers, forward and backward: all but experts whole, of experts its part, or nothing where it has
     that to itself; bf16. It holds as much as without expert parallelism."""
@@ -90,7 +90,7 @@ def qwen3_30b() -> tuple[PretrainedConfig, ModelShape]:
 
 
 @pytest.mark.parametrize(
-    ("path", "expert_ranks", "checkpointing"), half_of_8(("packed", "phased"), (1, 8), (True, False))
+    ("path", "expert_ranks", "checkpointing"), two_of_8(("packed", "phased"), (1, 8), (True, False))
 )
 def test_the_peak_is_within_15_per_cent_of_the_simulated_one(path, expert_ranks, checkpointing):
     config, shape = qwen3_30b()
