@@ -93,8 +93,15 @@ def packed(monkeypatch) -> list[tuple[torch.Tensor, int, bool]]:
 
 @pytest.mark.parametrize("room", [10**9, 70_000, 0], ids=["prefetched", "some_prefetched", "on_demand"])
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [
+        pytest.param(torch.float64, "cpu", id="float64-cpu", marks=pytest.mark.ci),
+        pytest.param(torch.float64, "reference", id="float64-reference"),
+        pytest.param(torch.float32, "cpu", id="float32-cpu"),
+        pytest.param(torch.float32, "reference", id="float32-reference", marks=pytest.mark.ci),
+    ],
+)
 def test_results_are_the_same_bits_with_and_without_offload(monkeypatch, counts, dtype, kernel, checkpoint, room):
     monkeypatch.setattr(offload, "device_room", lambda device: room)
     monkeypatch.setattr(offload, "AHEAD", 1.0)
