@@ -159,8 +159,10 @@ def accelerate_hook(model):
     return model
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("logits_chunk", [4096, 7])
+@pytest.mark.parametrize(
+    ("logits_chunk", "checkpointed"),
+    [(4096, False), (7, True), *(pytest.param(*one, marks=pytest.mark.ci) for one in ((4096, True), (7, False)))],
+)
 @pytest.mark.parametrize("changed", [replaced, pre_hook, hook, accelerate_hook, lora])
 def test_an_lm_head_that_others_changed_runs_as_they_changed_it(changed, logits_chunk, checkpointed):
     model, rows = changed(build()).train(), batch()

@@ -26,7 +26,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=pytest.mark.ci if x == "qwen3_5_moe" else ()) for x in FAMILIES]
+)
 def test_equals_the_models_own_forward(family, paths, float64_inside):  # noqa: F811
     case = Case(paths[family])
     float64_inside(case.model)
@@ -107,8 +109,8 @@ SABOTAGES = (
 )  # fmt: skip
 
 
-# Of experts, and of GLM-4.6V, nothing is broken that others do not have.
-WHOLE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
+# What is broken is ours, of text with deepstack and of states; the towers, transformers', are those of other families.
+WHOLE = ("qwen3_vl", "qwen3_5")
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES)
