@@ -57,7 +57,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, python: str) -> Iterator[Di
     runtime_env = {"py_executable": python}
     clock = SimpleNamespace(**vars(node.time) | {"monotonic": lambda: 0.0})
     with mock.patch.object(node, "time", clock):  # Ray gives a node 30 seconds to start, whatever else runs
-        ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env=runtime_env)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env=runtime_env)
     composed.transfer_queue.enable = True
     tq.init(composed.transfer_queue)
     yield composed

@@ -75,8 +75,9 @@ def _broken(models: dict, case: Case, name: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        ("ancestor_left_out", "packed"), ("gradients_of_keys_dropped_in_packed", "packed"),
-        ("earlier_waves_dropped", "phased"), ("gradients_of_shared_outputs_dropped", "phased"),
+        ("ancestor_left_out", "packed"), ("earlier_waves_dropped", "phased"),
+        pytest.param("gradients_of_keys_dropped_in_packed", "packed", marks=pytest.mark.ci),
+        pytest.param("gradients_of_shared_outputs_dropped", "phased", marks=pytest.mark.ci),
     ],
 )  # fmt: skip
 def test_what_is_broken_on_purpose_is_seen(ranks, models, name, schedule, ranks_of_case):

@@ -94,6 +94,8 @@ BESIDE = [
     "packed", "phased", "empty_responses", "auto_verified", "gate_shut", "moe", ("qwen3_vl", "scattered"),
     "turns_phased", "turns_of_both_kinds_phased", "hsdp", "sdpa_stock", "sdpa_stock_in_small_passes",
 ]  # fmt: skip
+# Of FEW, left to CI: their options are in other cases of make test.
+HALVES = ["gradient_checkpointing_phased", "tool_tokens_phased", "turns_of_both_kinds_phased"]
 # Each option of theirs is in another case of CI: schedules, checkpoints, offload, logits in chunks; of a tower what is
 # checkpointed has all phases, what is scattered all of a packed row.
 ALIKE = [
@@ -268,9 +270,10 @@ SOME = ["sp2", *(pytest.param(name, marks=pytest.mark.ci) for name in ("sp4", "d
 
 
 def _mark(name: str, case: Case) -> tuple | pytest.MarkDecorator:
-    """make test has FEW on two ranks; CI all but ALIKE of these, on four WIDE as one group and BESIDE as two."""
+    """make test has FEW but HALVES on two ranks; CI all but ALIKE of these, on four WIDE as one group and BESIDE as
+    two."""
     if name == "sp2" and case in FEW:
-        return ()
+        return pytest.mark.ci if case in HALVES else ()
     left_out = case in ALIKE if name == "sp2" else case not in (WIDE if name == "sp4" else BESIDE)
     return pytest.mark.full if left_out else pytest.mark.ci
 

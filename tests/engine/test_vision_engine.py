@@ -53,10 +53,10 @@ CASES = {
     "one_text_row": {"batch": "one_text_row", "schedule": "phased", "wave_tokens": 8},
     "one_text_row_travels": {"batch": "one_text_row", "exchange": "auto"},
 }
-# Whose options test_engine_equivalence.py has with text: left to CI.
+# Whose options test_engine_equivalence.py has with text, or test_frozen.py of one process: left to CI.
 AS_WITH_TEXT = (
     "phased_row_by_row", "small_budget", "groups_cut", "offload", "lora_on_text", "padded", "turns",
-    "text_alone_sync_every_pass", "turns_scattered",
+    "text_alone_sync_every_pass", "turns_scattered", "tower_and_upper_layer",
 )  # fmt: skip
 # On one rank in make test, on two in CI, as is every family but one: nothing there differs between ranks.
 ALONE = ("gate_open", "checkpointed", "frozen_tower", "turns_phased", "text_alone")
@@ -205,11 +205,9 @@ def results(request, paths, ranks):
 
 
 def _cases(*names: str) -> pytest.MarkDecorator:
-    """Of every family, all or these; make test has those of one family, and of the others what differs most: of GLM's
-    with experts and GLM-4.6V there is nothing that GLM-4.1V and Qwen3-VL with experts do not have. CI has all on two
-    ranks, and on one rank all of one family."""
-    quick = {(1, family, "phased") for family in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")}
-    quick.add((1, "qwen3_5", "turns_phased"))
+    """Of every family, all or these; make test has those of one family, and of the others what differs most: towers of
+    GLM's and experts are in models/test_vision.py. CI has all on two ranks, and on one rank all of one family."""
+    quick = {(1, family, "phased") for family in ("qwen2_5_vl", "qwen3_5")}
     quick |= {(1 if case in ALONE else 2, "qwen3_vl", case) for case in CASES if case not in AS_WITH_TEXT}
 
     def marks(one: tuple[int, str, str]) -> tuple | pytest.MarkDecorator:
@@ -331,7 +329,9 @@ def test_layers_go_through_our_attention_where_verl_replaced_theirs(results, fam
     results.close()  # verl changes classes for good: ours undoes that where it needs to
 
 
-@pytest.mark.parametrize("family", UNPATCHED)
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=pytest.mark.ci if i else ()) for i, x in enumerate(UNPATCHED)]
+)
 def test_verls_own_path_pads_rows_where_it_leaves_the_model_to_transformers(ranks, paths, family):
     for result in ranks(2, paths)(_attention_that_verl_replaced, family, ("schedule", "stock")):
         assert max(result["errors"].values()) <= TOLERANCE and result["metrics"]["prefix/stock_rows"] > [0]
