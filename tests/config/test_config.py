@@ -105,6 +105,23 @@ def test_good_config_passes_the_driver_checks(model_path):
             f"+{ACTOR}.policy_loss.rollout_correction.rollout_is_batch_normalize=True",
             r"rollout_is_batch_normalize=True divides .*set it to False",
         ),
+        (f"{ACTOR}.prefix.skip_zero_advantage=maybe", r"skip_zero_advantage='maybe': set true or false"),
+        (
+            f"{ACTOR}.prefix.skip_zero_advantage=True {ACTOR}.prefix.schedule=stock",
+            r"skip_zero_advantage=True with prefix.schedule='stock': remove it, or set prefix.schedule",
+        ),
+        *(
+            (
+                f"{ACTOR}.prefix.skip_zero_advantage=True {ACTOR}.{key}={value}",
+                rf"under {ACTOR}.{key}={value}; set it to ",
+            )
+            for key, value in (
+                ("entropy_coeff", "0.01"),
+                ("use_kl_loss", "True"),
+                ("policy_loss.loss_mode", "dro"),
+                ("policy_loss.loss_mode", "my_own"),
+            )
+        ),
         (f"{ACTOR}.freeze_vision_tower=True", r"a qwen3 model has no tower; remove it"),
         (
             "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
@@ -280,6 +297,10 @@ SEVERAL = {"one_step_off": "data.train_batch_size=256", "fully_async": "async_tr
         (
             f"SEVERAL {ACTOR}.ppo_mini_batch_size=60",
             "4 mini-batches .*every prompt is torn.*set trainer.balance_batch=F",
+        ),
+        (
+            f"{ACTOR}.prefix.skip_zero_advantage=True distillation.enabled=True",
+            "under distillation.enabled=True; set .*skip_zero_advantage=False, or distillation.enabled=False",
         ),
         (f"SEVERAL {ACTOR}.use_prefix_grouper=False", "use_prefix_grouper=False .*set trainer.balance_batch=False"),
     ],

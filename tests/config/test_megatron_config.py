@@ -24,6 +24,7 @@ CP = f"{MEGATRON}.context_parallel_size=2"
 OVERRIDE, DDP = f"++{MEGATRON}.override_transformer_config", f"++{MEGATRON}.override_ddp_config"
 FULL = " ".join(f"{OVERRIDE}.recompute_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1"))
 checked = functools.partial(driver.checked, "prefix_megatron")
+SKIP = f"{ACTOR}.prefix.skip_zero_advantage=True {ACTOR}.use_kl_loss=False"
 BALANCED, PACKED = f"{OVERRIDE}.moe_router_load_balancing_type=aux_loss", f"{ACTOR}.prefix.schedule=packed"
 
 
@@ -160,6 +161,15 @@ REFUSED = [
             r"sequence_parallel=False: megatron-core trains experts .* it alone; set True",
         ),
         ("qwen3_moe", BALANCED, r"load_balancing_type=aux_loss is a loss of each pass.*; set .*prefix.schedule=packed"),
+        (
+            "qwen3_moe", f"{BALANCED} {PACKED} {SKIP}",
+            r"that routers learn from under .*=aux_loss; set .*skip_zero_advantage=False, or .*=none",
+        ),
+        (
+            "qwen3_moe", f"{OVERRIDE}.moe_router_enable_expert_bias=True {SKIP}",
+            r"learn from under .*expert_bias=True; set .*skip_zero_advantage=False, or .*expert_bias=False",
+        ),
+        ("qwen3", f"{SKIP} {ACTOR}.policy_loss.loss_mode=dro", r"a gradient under .*loss_mode=dro; set it to one "),
         ("qwen3_moe", f"{OVERRIDE}.moe_z_loss_coeff=0.001", r"moe_z_loss_coeff=0.001 counts a .*set null"),
         ("qwen3", f"{OVERRIDE}.overlap_p2p_comm=True", r"overlap_p2p_comm=True belongs to .*set False"),
         ("qwen3", f"{OVERRIDE}.variable_seq_lengths=False", r"variable_seq_lengths=False gives passes .*set True"),

@@ -9,11 +9,11 @@ import torch
 # Options of the prefix engine alone, and of rows, passes and losses: a model is the same under all of them.
 OURS = (
     "schedule", "exchange", "wave_tokens", "logits_chunk", "offload", "attention", "min_speedup", "verify",
-    "verify_action", "trace_dir", "trees", "mini_batches", "keep_attention",
+    "verify_action", "trace_dir", "trees", "mini_batches", "keep_attention", "skip_zero_advantage",
 )  # fmt: skip
 NOT_OF_MODELS = (
-    *OURS, "batch", "budget", "calculate_entropy", "calculate_sum_pi_squared", "empty", "entropy_coeff", "groups",
-    "loss_agg_mode", "masked", "micro_batch_size_per_gpu", "on_policy", "padded", "policy_loss", "scattered",
+    *OURS, "batch", "budget", "calculate_entropy", "calculate_sum_pi_squared", "dead", "empty", "entropy_coeff",
+    "groups", "loss_agg_mode", "masked", "micro_batch_size_per_gpu", "on_policy", "padded", "policy_loss", "scattered",
     "temperature", "tool_tokens", "uid", "use_dynamic_bsz", "use_kl_loss",
 )  # fmt: skip
 

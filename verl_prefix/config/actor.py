@@ -22,6 +22,11 @@ LOSSES_OF_PASSES = {
     "kl_cov": "penalises the tokens of a pass that have the largest covariance in it (compute_policy_loss_kl_cov)",
 }
 
+# Of the former, those whose loss of a token is a multiple of its advantage. A row without any has no gradient, and may
+# be left out, since agg_loss divides by numbers of the whole mini-batch. dro adds the square of the log-ratio.
+MULTIPLES_OF_ADVANTAGE = tuple(mode for mode in LOSSES_OF_ROWS if mode != "dro")
+SKIPS = "actor_rollout_ref.actor.prefix.skip_zero_advantage"
+
 NO_REPLAY = (
     "actor_rollout_ref.rollout.enable_rollout_routing_replay=True gives batches routed_experts, which a shared prefix "
     "does not replay; set it to False (prefix/moe/* tells the load of experts), or model_engine=veomni or megatron"
@@ -58,6 +63,19 @@ def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:
         f"{key}.rollout_correction.rollout_is_batch_normalize=True divides by a mean over one pass of every rank, and "
         f"waits for ranks that have fewer passes (compute_rollout_correction_weights); set it to False, {instead}",
     )
+
+
+def gradient_without_advantage(actor: Any) -> str:
+    """What gives rows without advantage a gradient: a key of `actor_rollout_ref.actor` with its value, and what to set
+    instead; "": nothing does. actor: dataclass of the section."""
+    mode = actor.policy_loss.get("loss_mode", "vanilla")
+    if actor.entropy_coeff:
+        return f"entropy_coeff={actor.entropy_coeff}; set it to 0"
+    if actor.use_kl_loss:
+        return "use_kl_loss=True; set it to False (algorithm.use_kl_in_reward=True has the divergence in advantages)"
+    if mode not in MULTIPLES_OF_ADVANTAGE:
+        return f"policy_loss.loss_mode={mode}; set it to one of {', '.join(MULTIPLES_OF_ADVANTAGE)}"
+    return ""
 
 
 @dataclass
@@ -126,6 +144,11 @@ class PrefixActor:
                 "data.max_response_length",
             )
             _refuse_losses_of_passes(f"{key}.policy_loss", self.policy_loss)
+            why = gradient_without_advantage(self)
+            refuse(
+                self.prefix.skip_zero_advantage and why,
+                f"{SKIPS}=True leaves out rows that have a gradient under {key}.{why}, or set {SKIPS}=False",
+            )
         super().__post_init__()  # type: ignore[misc]
         self.engine.strategy = self.on.name
         self.engine.prefix = self.prefix

@@ -8,6 +8,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix.config import megatron, veomni
+from verl_prefix.config.actor import SKIPS
 from verl_prefix.config.engines import FSDP2, VEOMNI, copies_of, engine_of, slices_of
 from verl_prefix.config.model import (
     check_dealt,
@@ -41,6 +42,11 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
         )
         _check_ref(config)
         _check_waves(config)
+    refuse(
+        OmegaConf.select(config, SKIPS) and OmegaConf.select(config, "distillation.enabled"),
+        f"{SKIPS}=True leaves out rows that have a gradient under distillation.enabled=True; set {SKIPS}=False, or "
+        "distillation.enabled=False",
+    )
     key = "actor_rollout_ref.actor.prefix.mini_batches"
     by, mode = OmegaConf.select(config, key), OmegaConf.select(config, "trainer.v1.trainer_mode")
     mode_is_ours, v1 = str(mode).startswith("prefix_"), is_v1(config)

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl.workers.config import McoreActorConfig, McoreEngineConfig
 
-from verl_prefix.config.actor import PrefixActor, PrefixEngineOptions, refuse_padding, role_of
+from verl_prefix.config.actor import SKIPS, PrefixActor, PrefixEngineOptions, refuse_padding, role_of
 from verl_prefix.config.engines import MEGATRON, copies_of
 from verl_prefix.config.model import read_hf_config, refuse, refuse_absent_options, warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
@@ -261,6 +261,14 @@ def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
         f"{name}={balancing} is a loss of each pass's tokens together, and phases have parts of them; set "
         f"actor_rollout_ref.actor.prefix.schedule=packed, or {name}=none",
     )
+    bias = f"{key}.override_transformer_config.moe_router_enable_expert_bias"
+    biased = override.get("moe_router_enable_expert_bias")
+    for seen, option, value, other in ((balanced, name, balancing, "none"), (biased, bias, biased, "False")):
+        refuse(
+            seen and megatron.prefix.skip_zero_advantage,
+            f"{SKIPS}=True leaves out rows that routers learn from under {option}={value}; set {SKIPS}=False, or "
+            f"{option}={other}",
+        )
     context = megatron.context_parallel_size
     refuse(
         balanced and context > 1 and not megatron.vanilla_mbridge,

@@ -34,6 +34,7 @@ class PrefixConfig(BaseConfig):
     wave_tokens: int | None = None
     logits_chunk: int | None = None
     offload: bool = False
+    skip_zero_advantage: bool = False
     keep_attention: str = "auto"
     attention: str = "auto"
     min_speedup: float = 1.05
@@ -57,9 +58,12 @@ class PrefixConfig(BaseConfig):
         if self.wave_tokens is not None:
             advice = "remove it, or set prefix.schedule to auto or phased"
             check(not has_waves, "wave_tokens", f" sets nothing {here}; {advice}")
-        check(not isinstance(self.offload, bool), "offload", ": set true or false")
+        for key in ("offload", "skip_zero_advantage"):
+            check(not isinstance(getattr(self, key), bool), key, ": set true or false")
         advice = "set prefix.schedule to auto or phased, or prefix.offload=False"
         check(self.offload and not has_waves, "offload", f" moves nothing {here}; {advice}")
+        advice = "remove it, or set prefix.schedule to auto, packed or phased"
+        check(self.skip_zero_advantage and self.schedule == "stock", "skip_zero_advantage", f" {here}: {advice}")
         is_known = self.verify in ("first_step", "off") or is_count(self.verify)
         check(not is_known, "verify", ": set first_step, off, or a number n >= 1 for every n updates")
         falls_back = self.verify_action == "fallback"

@@ -4,7 +4,7 @@ A row alone in its group is cut into prefix and suffix as well: what a row compu
 share its prefix. `waves` decides which groups run together.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -182,6 +182,22 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
         Group(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows))
         for rows in rows_by_key(keys).values()
     ]
+
+
+def leave_out(groups: Sequence[Group], rows: Set[int]) -> tuple[list[Group], list[Group]]:
+    """Splits groups into what is computed where `rows` need not be, and what is not: `units` of these rows alone."""
+    kept: list[Group] = []
+    left: list[Group] = []
+    for group in groups:
+        units = [range(*unit) for unit in group.units()]
+        computed = [any(group.rows[i] not in rows for i in unit) for unit in units]
+        for parts, wanted in ((kept, True), (left, False)):
+            members = [
+                i for unit, is_computed in zip(units, computed, strict=True) if is_computed == wanted for i in unit
+            ]
+            if members:
+                parts.append(group if len(members) == len(group.rows) else group.of(members).pruned())
+    return kept, left
 
 
 def check_prompts(prompt_lens: Sequence[int]) -> None:

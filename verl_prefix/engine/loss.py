@@ -12,8 +12,8 @@ from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
-from verl_prefix.config.actor import LOSSES_OF_ROWS
-from verl_prefix.engine.rows import select_rows
+from verl_prefix.config.actor import LOSSES_OF_ROWS, SKIPS, gradient_without_advantage
+from verl_prefix.engine.rows import BatchRows, select_rows
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,42 @@ class Loss:
         if not self.is_verls or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
+
+    def dead(self, rows: BatchRows) -> frozenset[int]:
+        """Rows whose advantages are zero wherever response_mask is 1, so that they have neither loss nor gradient; none
+        where anything is not finite, or where outputs are wanted back.
+
+        Raises:
+            ValueError: rows without advantage have a gradient in this loss.
+        """
+        why = "a loss that is not verl's own of policies; use verl's"
+        if isinstance(self.function, functools.partial) and self.is_verls:
+            why = gradient_without_advantage(self.function.keywords["config"])
+        if why:
+            raise ValueError(f"{SKIPS}=True leaves out rows that have a gradient under {why}, or set {SKIPS}=False")
+        data = rows.data
+        if rows.flag("return_model_output") or self.reads_masked(data):
+            return frozenset()
+        pairs = zip(data["advantages"].unbind(), data["response_mask"].unbind(), strict=True)
+        lives = [(advantages * mask).any() for advantages, mask in pairs]
+        return frozenset(row for row, live in enumerate(map(bool, lives)) if not live)
+
+    def has_gradient(self, rows: BatchRows, chosen: list[int], group: Any) -> bool:
+        """Whether verl's loss of `chosen` rows has a gradient in any of their outputs: at their old log-probs, where
+        nothing is clipped, and beside them. It is that of no model, and takes no time."""
+        for start in range(0, len(chosen), 8):
+            some = rows.select(chosen[start : start + 8])
+            micro_batch = self.rows(some.data, [*range(len(some))])
+            old = some.at_suffixes("old_log_probs").to(get_device_id())
+            for shift in (0.0, 0.1):
+                values = {"log_probs": (old + shift).requires_grad_(), "entropy": (0 * old).requires_grad_()}
+                offsets = micro_batch["input_ids"].offsets()
+                outputs = {n: torch.nested.nested_tensor_from_jagged(x, offsets) for n, x in values.items()}
+                loss, *_ = self(outputs, micro_batch, group)
+                found = torch.autograd.grad(loss, [*values.values()], allow_unused=True)
+                if any(gradient is not None and gradient.any() for gradient in found):
+                    return True
+        return False
 
     def rows(self, data: TensorDict, rows: list[int]) -> TensorDict:
         """A pass's rows on the device. Tensors of which verl's own loss only needs lengths stay on the host: it reads

@@ -54,7 +54,8 @@ class TokenOutputs:
         self._flags = flags_of(data)
         self.names = ["log_probs", *(name for flag, name in FLAGS.items() if self._flags[flag])]
         is_read = None if reads_masked or "sum_pi_squared" in self.names else self._is_read()
-        self._old_log_probs = None if is_read is None else self._at_suffixes("old_log_probs")
+        skips = is_read is not None or rows.dead
+        self._old_log_probs = rows.at_suffixes("old_log_probs") if skips else None
         if last_tokens:
             is_read = torch.ones(offsets[-1], dtype=torch.bool) if is_read is None else is_read
             is_read[torch.tensor(offsets[1:]) - 1] = False
@@ -68,17 +69,8 @@ class TokenOutputs:
 
     def _is_read(self) -> torch.Tensor | None:
         """[N] bool: suffix tokens with a response_mask; None where all have one."""
-        mask = self._at_suffixes("response_mask").bool()
+        mask = self.rows.at_suffixes("response_mask").bool()
         return None if int(mask.sum()) == sum(self.rows.response_lens) else mask
-
-    def _at_suffixes(self, name: str) -> torch.Tensor:
-        """A field of the responses (jagged, or padded right) as [N]; a token's value stands at the token before it."""
-        rows = self.rows
-        values = [row[:n].cpu() for row, n in zip(rows.data[name].unbind(), rows.response_lens, strict=True)]
-        flat = torch.zeros(rows.offsets[-1], dtype=values[0].dtype)
-        for start, prompt_len, row in zip(rows.offsets, rows.prompt_lens, values, strict=False):
-            flat[start + prompt_len - 1 :][: len(row)] = row
-        return flat
 
     def of_tokens(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Outputs of suffix tokens: [n, k], one column per name in `names`.
@@ -109,8 +101,8 @@ class TokenOutputs:
 
     def of_rows(self, layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Puts every output at its position in its row, with zeros in the prompt: verl's nested full-length form. A
-        token that lm_head skips has entropy 0, and its old log-prob: in updates whose outputs nobody gets back, and
-        whose loss masks these tokens.
+        token that lm_head skips, or whose row is dead, has entropy 0, and its old log-prob: in updates whose outputs
+        nobody gets back, and whose loss masks these tokens or multiplies them by 0.
 
         Args:
             layout: of a pass. outputs: [outputs that are read, k]. offsets: of its rows, one after the other.

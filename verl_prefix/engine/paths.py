@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from verl_prefix.auto.chooser import Batch, Chooser, CostModel
 from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.config.actor import NO_REPLAY
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.groups import Group
+from verl_prefix.core.groups import Group, leave_out
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, leaves_room
 from verl_prefix.engine.backend import Backend
@@ -106,12 +107,16 @@ class Paths:
             return Stock("top-k distillation needs logits of every token")
         return None
 
-    def plan(self, rows: BatchRows, groups: Sequence[Group], forward_only: bool) -> Plan | Stock:
+    def plan(
+        self, rows: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int] = frozenset()
+    ) -> Plan | Stock:
         """This rank's plan, or verl's own path.
 
         Args:
             rows: this rank's own, which verl's path would compute. groups: of the rows that ours computes.
+            dead: rows that ours leaves out; their groups are idle.
         """
+        groups, idle = leave_out(groups, dead) if dead else (groups, [])
         # `groups` may be of other rows than `rows`: a budget reads the batch's flags, and of groups lengths alone.
         batch, own = (Batch(each, rows.budget(each)) for each in (groups, rows.alone))
         if not (self._stock.why_not_sharded or self.costs.one_row):
@@ -126,7 +131,7 @@ class Paths:
             return Stock("the update follows its log-probs, which took it, since both must round alike")
         if plan is None:
             return Stock(f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain")
-        return plan
+        return replace(plan, idle_groups=(*plan.idle_groups, *idle))
 
     def metrics(self) -> dict[str, float]:
         """prefix/* about the path that the last planned batch took."""

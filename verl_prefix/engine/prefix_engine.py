@@ -18,6 +18,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.cost import Memory
+from verl_prefix.config.actor import SKIPS
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
@@ -64,10 +65,13 @@ class PrefixEngine:
         if why := self._paths.why_stock(batch) or self._verification.failure:
             return self._run_stock(batch, loss_function, forward_only, why, {})
         loss.tell()
+        skips = self.prefix_config.skip_zero_advantage and not forward_only
+        batch.dead = loss.dead(batch) if skips else batch.dead
         exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss.is_unknown)
         metrics = self._step_metrics.see(exchange, self.trees, forward_only)
         self.trees = exchange.trees
-        plan = self._paths.plan(batch, exchange.groups, forward_only)
+        exchange.rows.dead = loss.dead(exchange.rows) if skips else batch.dead
+        plan = self._paths.plan(batch, exchange.groups, forward_only, exchange.rows.dead)
         metrics |= self._paths.metrics()
         if isinstance(plan, Stock):
             return self._run_stock(batch, loss_function, forward_only, plan, metrics)
@@ -76,7 +80,7 @@ class PrefixEngine:
         rows = self._prepared(exchange.rows)
         if not forward_only or self.backend.has_no_updates:
             budget = batch.budget(exchange.groups)  # by the flags that verl set, which `rows` no longer have
-            metrics |= self._verification.check(rows, exchange.groups, budget)
+            metrics |= self._verification.check(rows, exchange.groups, budget, plan if skips else None, loss)
         if why := self._verification.failure:
             return self._run_stock(batch, loss_function, forward_only, why, metrics)
         output, found = self._run_shared(rows, exchange.groups, plan, loss, forward_only)
@@ -159,6 +163,10 @@ class PrefixEngine:
             even_out(output["metrics"], outputs, len(plan.packed) + len(plan.waves))
         metrics = plan_metrics(rows, groups, plan, schedule) | self.backend.model_metrics(schedule)
         metrics["prefix/nonfinite_passes"] = mini_batch.num_not_finite
+        if self.prefix_config.skip_zero_advantage and not forward_only:
+            dead = rows.dead - rows.padding
+            left = (row for group in plan.idle_groups for row in group.rows)
+            metrics["prefix/zero_advantage_rows"] = sum(row in dead and rows.response_lens[row] > 0 for row in left)
         # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are
         # not comparable.
         if not loss.is_unknown:
@@ -201,6 +209,10 @@ class PrefixEngine:
         super().initialize()  # type: ignore[misc]
         if self.prefix_config.schedule != "stock":
             self.backend.check_model()
+            if self.prefix_config.skip_zero_advantage and self.backend.counts_last_tokens:
+                raise ValueError(
+                    f"{SKIPS}=True leaves out rows that this model's routers learn from; set {SKIPS}=False"
+                )
             model_config = self.model_config  # type: ignore[attr-defined]
             self.trees = TreeRule(
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config

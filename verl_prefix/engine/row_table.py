@@ -35,7 +35,8 @@ def describe(rows: BatchRows, shape: ModelShape) -> torch.Tensor:
     for i, (key, (prompt_len, response_len, (start, end)), patches, (uid, session)) in enumerate(
         zip(rows.digests, lens, map(num_patches, rows.pixels), sessions, strict=True)
     ):
-        costs = struct.pack("=3d", *cost(max(prompt_len - 1, 0), response_len), cost(0, 0, patches)[0])
+        counted = (0, 0, 0) if i in rows.dead else (max(prompt_len - 1, 0), response_len, patches)
+        costs = struct.pack("=3d", *cost(*counted[:2]), cost(0, 0, counted[2])[0])
         names = [PADDING if i in rows.padding else _digest(uid), _digest(f"{uid} {session}")]
         table.append([*struct.unpack("=5q", key + costs), patches > 0, end - start, *names])
     return torch.tensor(table, dtype=torch.int64).view(-1, COLUMNS)
@@ -47,7 +48,7 @@ def _digest(name: str) -> int:
 
 def describe_pieces(rows: BatchRows, shape: ModelShape, trees: TreeRule) -> torch.Tensor:
     """The pieces that rows of turns are made of, int64 [pieces, 3]: the row, 64 bits that name the piece, and its cost
-    as the bits of a double. A row without a response has none.
+    as the bits of a double. A row without a response, or that is dead, has none.
 
     A piece lies between two cuts, and is named by all tokens up to its end. In a long row all that lies between the
     first cut (the system prompt's) and the last ones is one piece. A row of an earlier turn may have it in several
@@ -59,7 +60,7 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, trees: TreeRule) -> torc
     costs: list[float] = []
     found = zip(rows.prompt_lens, rows.response_lens, row_cuts(rows, trees), strict=True)
     for row, (prompt_len, response_len, cuts) in enumerate(found):
-        if response_len:
+        if response_len and row not in rows.dead:
             end = prompt_len + response_len - 1
             places = sorted({n for n in cuts if 0 < n < prompt_len})
             places = [*places[:1], *places[1:][-LAST_CUTS:], end]

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import Any
 
 import torch
@@ -46,7 +46,12 @@ class BatchRows:
     Args:
         data: the batch.
         keys: of its rows, where these came from another rank; None: `digests`.
+
+    Attributes:
+        dead: rows that the update leaves out where it can, since they have no gradient (`Loss.dead`).
     """
+
+    dead: Set[int] = frozenset()
 
     def __init__(self, data: TensorDict, keys: Sequence[Hashable] | None = None) -> None:
         self.data, self._keys = data, keys
@@ -79,6 +84,14 @@ class BatchRows:
             return prompts.offsets().diff().tolist(), responses.offsets().diff().tolist()
         mask = self.data["attention_mask"].bool().split([prompts.shape[1], responses.shape[1]], dim=1)
         return mask[0].sum(1).tolist(), mask[1].sum(1).tolist()
+
+    def at_suffixes(self, name: str) -> torch.Tensor:
+        """A field of the responses (jagged, or padded right) as [N]; a token's value stands at the token before it."""
+        values = [row[:n].cpu() for row, n in zip(self.data[name].unbind(), self.response_lens, strict=True)]
+        flat = torch.zeros(self.offsets[-1], dtype=values[0].dtype)
+        for start, prompt_len, row in zip(self.offsets, self.prompt_lens, values, strict=False):
+            flat[start + prompt_len - 1 :][: len(row)] = row
+        return flat
 
     @property
     def prompt_lens(self) -> list[int]:

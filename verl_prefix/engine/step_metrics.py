@@ -28,7 +28,7 @@ COUNTS = [
     f"prefix/{name}"
     for name in (
         "groups", "stock_rows", "log_prob_stock_rows", "tokens_saved", "recomputed_groups", "packed_passes", "waves",
-        "split_uids", "exchanged_rows", "exchanged_mib", "nonfinite_passes",
+        "split_uids", "exchanged_rows", "exchanged_mib", "nonfinite_passes", "zero_advantage_rows",
     )
 ]  # fmt: skip
 # The maximum over ranks is reported: of seconds, since ranks wait for the slowest (as verl's own seconds do), of peaks,

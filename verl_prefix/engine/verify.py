@@ -10,17 +10,19 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_prefix.config.actor import SKIPS
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.paths import Stock
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.self_check import Verdict, check
+from verl_prefix.engine.together import together
 from verl_prefix.models.vision import is_vision_config, num_tower_runs, shown_lens
 from verl_prefix.versions import warn_once
 
@@ -45,10 +47,14 @@ class Verification:
         self.failure: Stock | None = None
         self._num_batches = 0
 
-    def check(self, rows: BatchRows, groups: Sequence[Group], budget: int) -> dict[str, float]:
-        """Checks a few rows of a group, if a check is due; returns its metrics.
+    def check(
+        self, rows: BatchRows, groups: Sequence[Group], budget: int, skips: Plan | None = None, loss: Loss | None = None
+    ) -> dict[str, float]:
+        """Checks a few rows of a group, if a check is due, and that rows which the update leaves out have no gradient;
+        returns its metrics.
 
         Args:
+            skips: a plan that leaves rows out; None: none does. loss: the update's.
             budget: tokens of one pass; no pass of the check has more, unless one row alone does. Where each rank of
                 several computes whole rows on verl's own path, a row that is checked has at most a rank's budget.
 
@@ -83,14 +89,22 @@ class Verification:
             return {}
         with out_of_memory_advice(None):
             verdict = self._verdict(rows, _cheapest(candidates, len(rows)), budget)
-        self._num_batches += 1
+        why = ""
+        if skips is not None and loss is not None:
+            computed = {row for one in skips.passes for group in one.groups for row in group.rows}
+            left = [row for row in range(len(rows)) if row not in computed]
+            with together("checking rows that are left out", 1) as agreed:
+                agreed += [int(loss.has_gradient(rows, left, self._backend.ranks.data))]
+            why = f"rows that are left out have a gradient; set {SKIPS}=False" if agreed[0] else ""
         if verdict.missed:
+            why = f"{verdict}. The shared-prefix path is wrong for this model; set {WITHOUT_SHARING}"
+        self._num_batches += 1
+        if why:
             batches = "batch of ref" if self._backend.has_no_updates else "update"
-            message = f"prefix.verify, {batches} {self._num_batches}: {verdict}"
+            message = f"prefix.verify, {batches} {self._num_batches}: {why} and report it"
             if options.verify_action == "raise":
                 raise RuntimeError(
-                    f"{message}. The shared-prefix path is wrong for this model; set {WITHOUT_SHARING} and "
-                    "report it, or actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
+                    f"{message}, or actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
                 )
             self.failure = Stock(f"the self-check missed: {message}")
         figures = {name: getattr(verdict, name) for name in ("log_probs", "attention", "recurrence", "gradients")}
