@@ -49,6 +49,7 @@ def case(
 
 YARN = {"model": "deepseek_v3_yarn"}
 SINKS = {"override_transformer_config": {"softmax_type": "off-by-one"}}
+SKIPS, DEAD = {"skip_zero_advantage": True}, {"dead": 2, "entropy_coeff": 0.0}
 CASES = {
     1: {
         "packed": case(PACKED),
@@ -60,6 +61,7 @@ CASES = {
         "kl_temperature": case(PACKED, rows={"use_kl_loss": True, "temperature": 0.7}),
         "temperature_per_row": case(PHASED, rows={"temperature": "per_row", "calculate_sum_pi_squared": True}),
         "tool_tokens": case(PHASED, rows={"tool_tokens": True, "entropy_coeff": 0.0, "calculate_entropy": False}),
+        "dead": case(SKIPS | PHASED, rows=DEAD),
         "turns": case(PACKED, rows={"turns": True}),
         "turns_phased": case(PHASED, rows={"turns": True}),
         "odd_turns": case(PHASED, rows={"turns": "odd"}),
@@ -83,6 +85,9 @@ CASES = {
         "dp2_packed": case(PACKED),
         "dp2_phased": case(PHASED),
         "dp2_exchange": case(EXCHANGE),
+        "dp2_dead_rank": case(SKIPS | PACKED, rows=DEAD | {"dead": ("e", "f")}),
+        "tp2_sp_dead": case(SKIPS | PHASED, model="qwen3_moe", rows=DEAD, **SP),
+        "pp2_dead": case(SKIPS | PHASED, rows=DEAD, pipeline_model_parallel_size=2),
         "dp2_exchange_turns": case(EXCHANGE | PHASED, rows={"turns": True}),
         "dp2_rank_of_empty_responses": case(PHASED, rows={"empty": ("e", PAD, "f")}),
         "dp2_plain_optimizer": case(PHASED, distributed_optimizer=False),
@@ -265,6 +270,7 @@ def _case(models: dict, which: str) -> dict[str, dict[str, float]]:
     ours = _ours(models, name, prefix, rows, layout)
     stock = _stock(models, name, rows, layout)
     assert set(stock["metrics"]) <= set(ours["metrics"]) and ours["log_probs"].dtype == stock["log_probs"].dtype
+    assert "dead" not in rows or ours["metrics"]["prefix/zero_advantage_rows"][0] > 0
     whole = _whole(models, name, rows, layout, ours["data_ranks"])
     if layout.get("tp", 1) == 1 and not rows.get("empty"):
         padded = layout.get("cp", 1) > 1  # stock counts padding of rows to ranks of TP and CP, too

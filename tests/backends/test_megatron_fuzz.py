@@ -54,6 +54,8 @@ def on_megatron(case: Case, layout: int, built: dict[str, Any]) -> Case:
     """The case on an engine of Megatron's."""
     layouts = (EXPERTS if MODELS[case.family][0] in WITH_EXPERTS else DENSE)[case.ranks]
     options = {name: value for name, value in case.options if name not in NOT_THERE}
+    if MODELS[case.family][0] in ("glm4_moe", "deepseek_v3"):  # whose routers learn from every token
+        options.pop("dead", None)
     options |= layouts[layout % len(layouts)] | built
     if built.get("overlap") == "both" and "distributed_optimizer" in built:
         options["overlap"] = "gradients"  # weights that nobody shards are not gathered

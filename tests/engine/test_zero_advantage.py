@@ -3,6 +3,7 @@ verl's stock fsdp2 engine. One and two gloo ranks, fp32. Does not exercise CUDA.
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from engines import PAD, TOLERANCE, _batch, _engine, _loss, _relative
@@ -18,7 +19,7 @@ from verl_prefix.testing import write_tiny_model
 
 PHASED = {"schedule": "phased", "wave_tokens": 40}
 EVERYONE = ("a", "b", "c", "d", "e", "f", PAD)
-# `dead`: uids whose advantages are zero; a number n: every n-th row's.
+# dead: see `engines.without_advantage`.
 CASES = {
     "packed": {"schedule": "packed", "dead": ("b", "e")},
     "phased": PHASED | {"dead": ("b", "e")},
@@ -53,19 +54,6 @@ QUICK = (
 SHARED = SharedModels(_engine)  # on ranks
 
 
-def _of_dead(options: dict, seed: int = 0):
-    """This rank's rows, some of which have no advantage."""
-    from verl.utils import tensordict_utils as tu
-
-    data = _batch(get_rank() + 2 * seed if seed else get_rank(), 200, options)
-    dead, uids = options["dead"], tu.get(data, "uid")
-    lives = [row % dead != 0 if isinstance(dead, int) else uid not in dead for row, uid in enumerate(uids)]
-    rows = [x * live for x, live in zip(data["advantages"].unbind(), lives, strict=True)]
-    nested = data["advantages"].is_nested
-    data["advantages"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged) if nested else torch.stack(rows)
-    return data
-
-
 def _updates(backend: str, path: str, options: dict) -> dict:
     """What two steps of Adam leave, the first over two mini-batches, and how many tokens went through a layer."""
     options = {"entropy_coeff": 0.0, "verify": "off"} | options
@@ -78,7 +66,9 @@ def _updates(backend: str, path: str, options: dict) -> dict:
             engine.optimizer_zero_grad()
             for i in range(mini_batches):
                 dead = options["dead"]
-                data = _of_dead(options | {"dead": dead + i if isinstance(dead, int) and dead > 1 else dead})
+                data = _batch(
+                    get_rank(), 200, options | {"dead": dead + i if isinstance(dead, int) and dead > 1 else dead}
+                )
                 output = engine.forward_backward_batch(data, _loss(options))
                 loss += sum(output["loss"])
                 metrics.append(output["metrics"])
@@ -185,7 +175,7 @@ def _gradients(models: dict) -> dict[str, list[bool]]:
     for mode in LOSSES_OF_ROWS:
         for more in ({}, {"entropy_coeff": 0.01}, {"use_kl_loss": True}):
             options = {"entropy_coeff": 0.0, "policy_loss": {"loss_mode": mode, "dro_beta": 0.5}} | more
-            data = _of_dead(options | {"dead": ("a", "b")})
+            data = _batch(get_rank(), 200, options | {"dead": ("a", "b")})
             tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=100)
             loss, dead = losses.Loss(_loss(options)), sorted(_named(data, ("a", "b")))
             live = [row for row in range(len(data)) if row not in dead]
@@ -206,14 +196,14 @@ def _refuses(models: dict) -> list[str]:
 
     options = {"schedule": "packed", "verify": "off", "skip_zero_advantage": True, "dead": ("b",), "entropy_coeff": 0.0}
     engine, said = SHARED("prefix", models["qwen3"], options), []
-    nan = _of_dead(options)
+    nan = _batch(get_rank(), 200, options)
     nan["old_log_probs"].values()[0] = torch.nan
-    wanted = _of_dead(options)
+    wanted = _batch(get_rank(), 200, options)
     tu.assign_non_tensor(wanted, return_model_output=True)
     with engine.train_mode(disable_auto_offload=True):
         for loss in (lambda **named: _loss(options)(**named), _loss(options | {"entropy_coeff": 0.1})):
             try:
-                engine.forward_backward_batch(_of_dead(options), loss)
+                engine.forward_backward_batch(_batch(get_rank(), 200, options), loss)
             except ValueError as error:
                 said.append(str(error))
         for data in (wanted, nan):
@@ -234,3 +224,16 @@ def test_whole_units_are_left_out():
     kept, left = leave_out([group, Group((0, 1), 3, (1, 1))], {0, 1, 4, 5})
     assert [one.rows for one in kept] == [(3,)] and [one.rows for one in left] == [(4, 5), (0, 1)]
     assert leave_out([group], set()) == ([group], [])
+
+
+def test_equal_rewards_may_have_an_advantage_by_rounding():
+    """What the page on options says of verl's GRPO."""
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    def most(reward: float, n: int) -> float:
+        rewards = torch.tensor([0.0, reward]).expand(n, 2)
+        return compute_grpo_outcome_advantage(rewards, torch.ones(n, 2), np.array(["a"] * n))[0].abs().max().item()
+
+    assert all(most(reward, 7) > 1e-3 for reward in (0.1, 0.3, 0.7))
+    assert 0.1 < max(most(reward, n) for reward in (0.1, 0.3, 0.7) for n in range(2, 33)) < 0.11
+    assert not any(most(reward, n) for reward in (0.0, 1.0) for n in range(2, 33))

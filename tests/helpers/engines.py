@@ -115,7 +115,19 @@ def _batch(rank: int, vocab: int, options: dict):
             if options.get("masked") == ("last" if i % 3 == 2 else "answers"):
                 mask[:] = 0
     order = torch.randperm(len(rows), generator=generator).tolist()
-    return as_batch([rows[i] for i in order], [sessions[i] for i in order], options, generator)
+    data = as_batch([rows[i] for i in order], [sessions[i] for i in order], options, generator)
+    return without_advantage(data, options["dead"]) if "dead" in options else data
+
+
+def without_advantage(data, dead: Sequence[str] | int):
+    """The batch with advantages of zero in rows of these uids; a number n: in every n-th row."""
+    from verl.utils import tensordict_utils as tu
+
+    lives = [row % dead != 0 if isinstance(dead, int) else u not in dead for row, u in enumerate(tu.get(data, "uid"))]
+    rows = [x * live for x, live in zip(data["advantages"].unbind(), lives, strict=True)]
+    nested = data["advantages"].is_nested
+    data["advantages"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged) if nested else torch.stack(rows)
+    return data
 
 
 def as_batch(rows: list, sessions: list[int], options: dict, generator: torch.Generator, **more: object):

@@ -101,6 +101,7 @@ OPTIONS = some([
     ("policy_loss", st.sampled_from(["gspo", "sapo", "gpg", "cispo", "dppo_tv"]).map(lambda x: (("loss_mode", x),))),
     ("trained", st.sampled_from([r"layers\.1|norm", r"layers\.0", "lm_head"])), ("calculate_entropy", st.just(False)),
     ("lora_targets", st.just("all-linear")), ("min_speedup", st.just(1.05)), ("ulysses", st.just(2)),
+    ("dead", st.integers(2, 4)),  # every so-manieth row has no advantage, and is left out
 ])  # fmt: skip
 
 
@@ -142,7 +143,10 @@ def makes_sense(case: Case) -> bool:
         PrefixConfig(**{key: value for key, value in options.items() if key in OURS})
     except ValueError:
         return False
-    return any(row.mask.any() for row in rows_of(case, SimpleNamespace(vocab_size=100)))
+    if "dead" in options and "use_kl_loss" in options:
+        return False
+    rows = enumerate(rows_of(case, SimpleNamespace(vocab_size=100)))
+    return any(row.mask.any() for number, row in rows if "dead" not in options or number % options["dead"])
 
 
 class Row(NamedTuple):
@@ -241,6 +245,9 @@ def _batch(case: Case, path: str, config: Any, options: dict, chosen: slice) -> 
         )
         for name, (scale, shift) in scales.items()
     }
+    if "dead" in options:
+        lives = torch.tensor([number % options["dead"] > 0 for number in numbers])
+        more["advantages"] = nested([x * live for x, live in zip(more["advantages"].unbind(), lives, strict=True)])
     if options.get("temperature") == "per_row":
         more["temperature"] = torch.cat([torch.rand(1, generator=g) + 0.5 for g in noise])
     if hasattr(config, "vision_config"):
@@ -297,7 +304,7 @@ def _passes(
         found = {f"inferred {name}": _of_all_ranks(rows, _responses(x, data)) for name, x in inferred.items()}
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
-        tu.assign_non_tensor(data, return_model_output=True)
+        tu.assign_non_tensor(data, return_model_output=not options.get("skip_zero_advantage"))
         output = engine.forward_backward_batch(data.copy(), _loss(options))
         of_engine = left(engine)
     found |= {name: _of_all_ranks(rows, _responses(x, data)) for name, x in output["model_output"].items()}
@@ -311,7 +318,8 @@ def _passes(
 def options_of(case: Case) -> dict[str, Any]:
     """Of an engine of ours; "turns" so that the tokenizer is loaded."""
     eager = {"attn_implementation": "eager"} if case.family == "gpt_oss" else {}
-    return {"verify": "off", "turns": True, **eager, **dict(case.options)}
+    dead = {"skip_zero_advantage": True, "entropy_coeff": 0.0} if "dead" in dict(case.options) else {}
+    return {"verify": "off", "turns": True, **eager, **dead, **dict(case.options)}
 
 
 def stock_options(case: Case) -> dict[str, Any]:
@@ -336,6 +344,8 @@ def errors_of(
     saved = ours.pop("tokens saved")
     stock.pop("tokens saved")
     stock |= {f"inferred {name}": stock[name] for name in ("log_probs", "entropy") if name in stock}
+    if "dead" in dict(case.options):  # outputs of the update are not wanted: they would be of every row
+        stock = {name: x for name, x in stock.items() if name in ours or name not in ("log_probs", "entropy")}
     assert ours.keys() == stock.keys(), ours.keys() ^ stock.keys()
     # Small next to terms that cancel: a loss, whose terms are about 1, and a parameter beside all others' gradients.
     norms = {name: x.double().norm() for name, x in stock.items()}
