@@ -211,12 +211,9 @@ ALIKE = (
     "loss_seq-mean-token-sum-norm", "phi3_phased", "qwen2_moe_phased", "tool_tokens",
 )  # fmt: skip
 
-# On one rank in make test, on two in CI. What two ranks agree on, other cases have in make test: which parameters
-# train, paths, numbers of passes and of rows.
+# On one rank in make test, on two in CI: other cases have two ranks of which some parameters train, or are offloaded.
 ONE = (
     "reshard_off", "offload_params_and_optimizer", "lora_phased", "sliding_window", "turns_lower_layer_trained",
-    "packed", "packed_small_budget_cuts_groups", "no_uid", "turns_phased", "turns_of_the_batch",
-    "turns_whole_prompts_alone", "schedule_stock", "verify_off", "static_batch_size_of_one", "gate_shut",
 )  # fmt: skip
 
 CORRECTION = dict(loss_type="reinforce", rollout_is="sequence", rollout_rs="token_k2", rollout_rs_threshold="0.05")
@@ -1197,7 +1194,6 @@ def test_routing_replay_is_refused(results):
     results(_refuses_routing_replay)
 
 
-@pytest.mark.parametrize("results", quick(1), indirect=True)
 def test_sharing_happens_where_it_should(results, models):
     def metrics(case: str) -> list[dict]:
         return [result["metrics"] for result in results(_case, case)]
