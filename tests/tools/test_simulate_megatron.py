@@ -145,7 +145,7 @@ def test_stages_run_their_part_of_every_pass(path):
 
 
 def test_a_pipeline_of_few_layers_is_refused():
-    with pytest.raises(ValueError, match="2 pipeline stages .* at least 5 layers each, and the model has 3"):
+    with pytest.raises(ValueError, match="2 pipeline stages .* at least 5 layers each, and the model has 2"):
         depth.simulate(job_of(DENSE, Division(2, stages=2)), [PACKED], H100)
 
 
