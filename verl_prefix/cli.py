@@ -263,6 +263,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     add("--thinking", type=_at_least(0), metavar="TOKENS", help="of a turn: thoughts, which later prompts leave out")
     add("--say", type=_at_least(1), metavar="TOKENS", help="of a turn: what is said, and stays")
     add("--tool", type=_at_least(0), metavar="TOKENS", help="of a turn: what a tool answers")
+    add("--dead-groups", type=float, default=0.0, metavar="SHARE",
+        help="of groups without advantage, which updates leave out under prefix.skip_zero_advantage")  # fmt: skip
     add("--shares", metavar="SPEC", help="a stock step's shares, update=0.5,old=0.1,ref=0.1, or that run's JSON lines")
     add(
         "--simulate",

@@ -104,6 +104,19 @@ def test_tokens_groups_and_speedups_of_equal_prompts(folder):
     assert found["speedup"]["step"] == pytest.approx(1 / after)
 
 
+def test_dead_groups_are_left_out_of_updates_alone(folder):
+    """8 prompts in two mini-batches on two ranks, of which a half is dead: as long as the slowest rank's live ones."""
+    whole, options = (
+        built_as_it_is(folder),
+        overrides(folder, "actor_rollout_ref.actor.prefix.skip_zero_advantage=true"),
+    )
+    found = plan.build(Options(options, response_lengths="20,0", dead_groups=0.5))
+    assert found["speedup"]["old"] == whole["speedup"]["old"] and found["speedup"]["ref"] == whole["speedup"]["ref"]
+    assert 1.2 * whole["speedup"]["update"] < found["speedup"]["update"] <= 2.01 * whole["speedup"]["update"]
+    assert found["worth_it"] and any("50% of groups have no advantage" in text for text in found["assumed"])
+    assert plan.build(Options(options, response_lengths="20,0"))["speedup"] == whole["speedup"]
+
+
 def test_ranks_with_a_copy_of_the_parameters_each_hold_all_of_it(folder):
     key = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
     shared, alone = built_as_it_is(folder), build(folder, f"{key}=1")
@@ -896,6 +909,9 @@ def test_train_files_are_json_too(data):
         ("--say 5", "--say is of sessions of several turns; add --turns 10, or another number"),
         ("--turns 4 --thinking 5 --say 5 --tool 5 --response-lengths 20", "--turns both say how long responses are"),
         ("--turns 4 --thinking 20 --say 15 --tool 5", "responses of 35 tokens are over data.max_response_length=32"),
+        ("--dead-groups 1.5", "--dead-groups 1.5: write a share from 0 to below 1"),
+        ("--dead-groups 0.4", "--dead-groups 0.4: they are computed without actor_rollout_ref.actor.prefix.skip_zero"),
+        ("--dead-groups 0.4 --turns 4 --thinking 5 --say 5 --tool 5", "--dead-groups is of groups that share whole"),
         ("--simulate --fit 75 --turns 4 --thinking 5 --say 5 --tool 5", "--fit searches rows of one prompt, and these"),
         ("actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read"),
         ("data.train_files=/nowhere.parquet", "/nowhere.parquet is not a file here; copy it"),

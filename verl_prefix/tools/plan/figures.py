@@ -72,6 +72,11 @@ def figures(asked: Asked) -> dict[str, Any]:
     check_batch(config, several_turns=has_turns)
     if options.fit and has_turns:
         raise PlanError("--fit searches rows of one prompt, and these are of several turns; leave it out")
+    if options.dead_groups and (has_turns or config.actor_rollout_ref.actor.prefix.trees == "batch"):
+        raise PlanError("--dead-groups is of groups that share whole prompts, and these share more; leave it out")
+    if options.dead_groups and not config.actor_rollout_ref.actor.prefix.skip_zero_advantage:
+        key = "actor_rollout_ref.actor.prefix.skip_zero_advantage=true"
+        raise PlanError(f"--dead-groups {options.dead_groups:g}: they are computed without {key}; add it")
     size, model = sizes(config), read_model(config)
     if options.simulate and size.sequence_ranks > 1 and is_vision_config(model.hf.config):
         key, _ = slices_of("actor", config.actor_rollout_ref.actor)

@@ -149,7 +149,7 @@ class Options:
         config_path, config_name: as asked. config: folder and name of its config, see `compose.compose_config`.
         response_lengths: see `spread`, or verl's rollout dumps. fit: GiB of a GPU.
         session: by turns, thinking, say and tool; None: sessions have one turn, or are dumped.
-        parts: by shares, see the function `shares`.
+        parts: by shares, see the function `shares`. dead_groups: the share of groups without advantage.
 
     Raises:
         ValueError: an option cannot be, or does not go with another.
@@ -167,6 +167,7 @@ class Options:
     gpu: str = "h100"
     simulate: bool = False
     fit: float | None = None
+    dead_groups: float = 0.0
     overrides: list[str] = field(init=False)
     config: tuple[str, str] = field(init=False)
     session: Turns | None = field(init=False)
@@ -175,6 +176,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.fit and not self.simulate:
             raise ValueError("--fit is for a simulation; add --simulate")
+        if not 0 <= self.dead_groups < 1:
+            raise ValueError(f"--dead-groups {self.dead_groups:g}: write a share from 0 to below 1, as in 0.4")
         read_hardware(self.gpu)
         self.overrides, self.parts = override_words(self.words), shares(self.shares)
         self.config = config_of(self.words, self.config_path, self.config_name)

@@ -4,7 +4,7 @@ exchanges rows -> passes -> seconds.
 All follows from lengths and the config; no engine and no trainer is built.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
@@ -42,7 +42,7 @@ class MicroBatch:
     def budget(self, groups: Sequence[Group]) -> int:
         """Tokens of a pass over rows of `groups`."""
         rows = (fork.start + 1 + n for g in groups for fork, n in zip(g.forks, g.suffix_lens, strict=True))
-        return self.tokens or self.rows * max(rows)
+        return self.tokens or self.rows * max(rows, default=1)
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Step:
     Attributes:
         keys: of each row which prompt it has; None: padding. prefixes, suffixes: tokens of each row.
         grids: of each row what it shows a vision model, see `Prompt`; empty: nothing.
+        dead: keys of groups without advantage, which our updates leave out.
     """
 
     size: Sizes
@@ -92,6 +93,7 @@ class Step:
     prefixes: list[int]
     suffixes: list[int]
     grids: Sequence[tuple[tuple[int, int, int], ...]] = ()
+    dead: frozenset[int | None] = frozenset()
 
     def dealt(self) -> list[list[list[int]]]:
         """[rank][mini-batch] -> rows, as the trainer deals them."""
@@ -119,16 +121,21 @@ class Step:
 
     def batches(self, ranks: list[list[int]], name: str) -> Batches:
         """Arguments of `Predictor.add` for the rows of each rank."""
-        budget = self.size.micro_batches[name].budget
-        pairs = zip(self.computed(ranks, self.size.exchange), self.computed(ranks, False), strict=True)
+        budget, dead = self.size.micro_batches[name].budget, self.dead if name == "update" else frozenset()
+        pairs = zip(self.computed(ranks, self.size.exchange, dead), self.computed(ranks, False), strict=True)
         return [(Batch(groups, budget(groups)), Batch(own, budget(own))) for groups, own in pairs]
 
-    def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
-        """Groups of each rank, of the rows that it has, or that the engine's exchange brings it."""
+    def computed(
+        self, ranks: list[list[int]], exchange: bool, dead: Set[int | None] = frozenset()
+    ) -> list[list[Group]]:
+        """Groups of each rank, of the rows that it has, or that the engine's exchange brings it, but for `dead`."""
         rows = [row for rank in ranks for row in rank]
         home = [i for i, rank in enumerate(ranks) for _ in rank]
         if exchange and len(ranks) > 1:
-            costs = (row_cost(self.shape, self.prefixes[row], self.suffixes[row]) for row in rows)
+            costs = (
+                (0.0, 0.0) if self.keys[row] in dead else row_cost(self.shape, self.prefixes[row], self.suffixes[row])
+                for row in rows
+            )
             prefix_costs, suffix_costs = zip(*costs, strict=True)
             keys = [self.keys[row] for row in rows]
             home = place_rows(keys, prefix_costs, suffix_costs, ranks=home, num_ranks=len(ranks)).ranks
@@ -137,7 +144,7 @@ class Step:
             members[rank].setdefault(self.keys[row], []).append(row)
         return [
             [Group(tuple(same), self.prefixes[same[0]], tuple(self.suffixes[row] for row in same))
-             for same in groups.values()]
+             for key, same in groups.items() if key not in dead]
             for groups in members
         ]  # fmt: skip
 
@@ -220,7 +227,7 @@ class Predictor:
         decision, auto = self.decide(batches, log_probs, ref_engine, not update)
         plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(batches)}
         plans |= {path: [costs.plan(*batch, path, not update) for batch, _ in batches] for path in ("packed", "phased")}
-        stock = [self.costs.stock_passes(*batch) for batch, _ in batches]
+        stock = [self.costs.stock_passes(*own) for _, own in batches]
         # verl balances rows over ranks, so that its ranks share the sum.
         own = [costs.timeline(passes, kind, self.rates) for passes in stock]
         balanced = sum(one.seconds for one in own) / len(own)
@@ -242,6 +249,7 @@ class Predictor:
         """Memory of an update by every path; tokens and groups of the path in use."""
         ranks = [batch.groups for batch, _ in batches]
         logical = [sum(group.num_logical_tokens for group in groups) for groups in ranks]
+        self.logical += sum(group.num_logical_tokens for _, own in batches for group in own.groups)
         self.first = self.first or ranks[logical.index(max(logical))]
         for path, of_ranks in plans.items():
             pairs = zip(of_ranks, stock, strict=True)
@@ -249,21 +257,23 @@ class Predictor:
             added = (peak_bytes(self.costs.shape, plan, passes, memory) for plan, passes in pairs)
             self.peaks[path] = max(self.peaks[path], *added)
         self.physical_without += sum(group.num_physical_tokens for _, own in batches for group in own.groups)
-        self.logical += sum(logical)
         self.bins += [float(len(groups)) for groups in ranks]
         for plan in plans[self.schedule]:
             self.packed += sum(len(one.groups) for one in plan.packed) if plan else 0
             self.phased += sum(len(one.groups) for one in plan.phased) if plan else 0
 
 
-def drawn_steps(size: Sizes, shape: ModelShape, prompts: list[Prompt], responses: Iterator[int]) -> list[Step]:
-    """Some training steps on prompts drawn from these, whose rows share whole prompts."""
+def drawn_steps(
+    size: Sizes, shape: ModelShape, prompts: list[Prompt], responses: Iterator[int], dead: float = 0.0
+) -> list[Step]:
+    """Some training steps on prompts drawn from these, whose rows share whole prompts. dead: share of `Step.dead`."""
     draw, num_rows, steps = Random(SEED), size.prompts * size.rollouts, []
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]
         drawn = draw.choices(prompts, k=size.prompts)
         prefixes, suffixes = [drawn[i].tokens - 1 for i in keys], list(islice(responses, num_rows))
-        steps.append(Step(size, shape, keys, prefixes, suffixes, [drawn[i].grids for i in keys]))
+        left_out = frozenset(draw.sample(range(size.prompts), round(dead * size.prompts)) if dead else ())
+        steps.append(Step(size, shape, keys, prefixes, suffixes, [drawn[i].grids for i in keys], left_out))
     return steps
 
 

@@ -5,7 +5,7 @@ They are rows of turns, made up or as a run dumped them, and rows of one turn, w
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from random import Random
@@ -64,8 +64,10 @@ class TokenStep(Step):
         real = sum(uid is not None for uid in self.keys)
         return padded(_whole_prompts(self.rows[:real], self.size.mini_batches), len(self.keys))
 
-    def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
-        """As the engine's exchange and `grouping.group_rows` make them."""
+    def computed(
+        self, ranks: list[list[int]], exchange: bool, dead: Set[int | None] = frozenset()
+    ) -> list[list[Group]]:
+        """As the engine's exchange and `grouping.group_rows` make them; nothing is `dead`."""
         step, every = AllRows([self.table]), AllRows([self.table[rank] for rank in ranks])
         trees, homes = TreeRule(self.over, frozenset({END})), every.ranks
         are_cut = trees.are_cut(step.uids, step.keys)

@@ -93,7 +93,10 @@ def read_work(asked: Asked, size: Sizes, shape: ModelShape, tokenizer: Any, dump
             draws, again = tee(draws)
             sample = list(islice(draws, 2000))
             one = made_up(size, shape, prompts, ends, Turns(), again, mini_batch_rows) if is_text else None
-            steps, lengths = drawn_steps(size, shape, prompts, draws), [prompt.tokens for prompt in prompts]
+            steps = drawn_steps(size, shape, prompts, draws, options.dead_groups)
+            lengths = [prompt.tokens for prompt in prompts]
+            if options.dead_groups:
+                assumed.append(f"{options.dead_groups:.0%} of groups have no advantage, and updates leave them out")
             return Work(steps, one, size.prompts, lengths, sample, overlong, 0.0, assumed)
         if not is_text:
             raise PlanError("--turns is for prompts of text alone, and some have images or videos; leave it out")
