@@ -7,6 +7,7 @@ model and device, or with FLOPs where no rates would choose otherwise. The engin
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -20,11 +21,10 @@ from verl_prefix.core.waves import PackedPass, Plan, leaves_room, limit_waves, m
 # A wave of so many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of all
 # prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
 LONG_WAVE = 8192
-# On Megatron's engine a wave adds to buffers of fp32 gradients instead, and launches as many kernels for few tokens.
-# On a pipeline of several stages short passes fill it better. What one costs beside its tokens there, by simulations on
-# H100s (Qwen3-8B, -32B, -30B-A3B and -235B-A22B, DeepSeek-V3): as much as so many tokens, and, for each parameter of
-# the experts of a rank, so many bytes of traffic, of FLOPs in which a device moves one. SHORTEST is the least budget.
-# Tokens are of each rank that shares a pass.
+# Short passes fill a pipeline of several stages better. What a pass costs there beside its tokens is, by simulations on
+# H100s (Qwen3-8B, -32B, -30B-A3B and -235B-A22B, DeepSeek-V3): as much as SHORT tokens; and TRAFFIC bytes for each
+# parameter of a rank's experts, in each of which a device computes FLOPS_PER_BYTE. SHORTEST is the least budget. Tokens
+# are of each rank that shares a pass.
 SHORT, TRAFFIC, FLOPS_PER_BYTE, SHORTEST = 128, {"forward": 2, "update": 10}, 240, 2048
 # With offload, which is for memory, waves are half as long. That costs a fortieth of an update's time (also simulated).
 OFFLOAD_WAVE = 4096
@@ -98,12 +98,12 @@ class CostModel:
         least = memory.stages * max(room, longest) // max(longest, 1)
         one_pass = Plan((PackedPass((Group((0,), 0, (budget,)),)),))
         most = peak_bytes(self.shape, one_pass, (), memory)
-        for rounds in range(1, num + 1):
-            at_once = -(-num // rounds)
-            plan = replace(plan, at_once=at_once)
-            if at_once <= least or peak_bytes(self.shape, plan, (), memory) <= most:
-                break
-        return plan
+
+        def of(rounds: int) -> Plan:
+            return replace(plan, at_once=-(-num // rounds))
+
+        fewer = range(1, -(-num // least))  # than what always fits
+        return of(1 + bisect_left(fewer, True, key=lambda n: peak_bytes(self.shape, of(n), (), memory) <= most))
 
     def _plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool, whole: int) -> Plan:
         """`plan` by one budget of `whole` and its halves."""
