@@ -667,10 +667,8 @@ def _tool_logits(models: dict, schedule: str, custom_loss: bool) -> list[int]:
 
 
 def _tool_tokens_one_token_off(models: dict) -> dict:
-    from verl_prefix.engine.outputs import TokenOutputs
-
-    options, at_suffixes = CASES["tool_tokens"], TokenOutputs._at_suffixes
-    with mock.patch.object(TokenOutputs, "_at_suffixes", lambda self, *args: at_suffixes(self, *args).roll(1)):
+    options, at_suffixes = CASES["tool_tokens"], BatchRows.at_suffixes
+    with mock.patch.object(BatchRows, "at_suffixes", lambda self, *args: at_suffixes(self, *args).roll(1)):
         off = _measure("prefix", models["qwen3"], get_rank(), options | {"verify": "off"})
     return _compare(off, _stock(models["qwen3"], options))
 
