@@ -154,18 +154,15 @@ class CostModel:
             path: a plan, or stock's passes. kind: "forward", of log-probs, or "update".
         """
         if self.memory.stages == 1:
-            passes = self.shape.passes_of(path, self._chunk(kind)) if isinstance(path, Plan) else path
+            chunk = self.memory.pass_chunk if kind == "update" else None
+            passes = self.shape.passes_of(path, chunk) if isinstance(path, Plan) else path
             return Timeline((rates[kind].seconds(self.shape, passes),), 0.0)
         return timeline(self.rounds(path, kind, rates), self.memory.stages, kind == "forward")
 
     def rounds(
         self, path: Plan | Sequence[PassCost], kind: str, rates: Mapping[str, Rates], sent: float = 0.0
     ) -> list[Round]:
-        """What the stages of a pipeline run; see `timeline`.
-
-        Args:
-            sent: seconds that a token's hidden states take from stage to stage.
-        """
+        """What the stages of a pipeline run; see `timeline`. sent: seconds of a token's hidden states on the wire."""
         once = 1.0 if kind == "forward" else 1 / self._layers
         of_head = 1.0 if kind == "forward" else 1 / 3
 
@@ -175,7 +172,7 @@ class CostModel:
 
         if not isinstance(path, Plan):
             return [Round((), works(path))]
-        chunk, rounds = self._chunk(kind), []
+        rounds, chunk = [], self.memory.pass_chunk if kind == "update" else None
         packed = self.shape.passes_of(replace(path, passes=(*path.packed,)), chunk)
         for phased in path.rounds:
             each = [self.shape.passes_of(Plan((one,)), chunk) for one in phased]
@@ -183,9 +180,6 @@ class CostModel:
             rounds.append(Round(works([prefix for prefix, *_ in each]), works([*packed, *waves])))
             packed = []
         return rounds
-
-    def _chunk(self, kind: str) -> int | None:
-        return self.memory.pass_chunk if kind == "update" else None
 
 
 class Batch(NamedTuple):

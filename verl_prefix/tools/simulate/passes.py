@@ -133,11 +133,8 @@ class Simulation:
             apply_fsdp2(
                 model, dict(mesh=meshes[0], mp_policy=policy, reshard_after_forward=job.reshard), {"wrap_policy": {}}
             )
-        self.model, self.hooked, self.shape = (
-            model,
-            FakeHookedModel(model),
-            whole or model_shape(model, job.dtype, job.expert_ranks),
-        )
+        self.model, self.hooked = model, FakeHookedModel(model)
+        self.shape = whole or model_shape(model, job.dtype, job.expert_ranks)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.assign(tensor, "parameters")
             if tensor.requires_grad:  # FSDP2 calls these hooks on its shards
