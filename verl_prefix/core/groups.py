@@ -192,15 +192,15 @@ def leave_out(groups: Sequence[Group], rows: Set[int]) -> tuple[list[Group], lis
         units = [range(*unit) for unit in group.units()]
         computed = [any(group.rows[i] not in rows for i in unit) for unit in units]
         for parts, wanted in ((kept, True), (left, False)):
-            members = [
-                i for unit, is_computed in zip(units, computed, strict=True) if is_computed == wanted for i in unit
-            ]
+            chosen = (unit for unit, is_computed in zip(units, computed, strict=True) if is_computed == wanted)
+            members = [i for unit in chosen for i in unit]
             if members:
                 parts.append(group if len(members) == len(group.rows) else group.of(members).pruned())
     return kept, left
 
 
 def check_prompts(prompt_lens: Sequence[int]) -> None:
+    """Raises ValueError where a prompt is empty."""
     if 0 in prompt_lens:
         raise ValueError(f"row {prompt_lens.index(0)} has an empty prompt; pass at least one prompt token per row")
 
