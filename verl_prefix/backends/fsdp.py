@@ -33,6 +33,7 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.cpu.engine import CPUFSDPEngine
 from verl_prefix.engine.backend import Ranks, StockPath
 from verl_prefix.engine.loss import LossFunction
+from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models import vision
@@ -122,6 +123,9 @@ class HFBackend:
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self.dtype)
+
+    def output_names(self, flags: Mapping[str, bool]) -> list[str]:
+        return policy_outputs(flags)
 
     def token_outputs(
         self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, is_one: bool,

@@ -36,6 +36,7 @@ from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.engine.backend import Ranks, StockPath
 from verl_prefix.engine.loss import LossFunction
+from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models.mcore import (
@@ -142,6 +143,9 @@ class MegatronBackend:
 
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def output_names(self, flags: Mapping[str, bool]) -> list[str]:
+        return policy_outputs(flags)
 
     def token_outputs(
         self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, is_one: bool,

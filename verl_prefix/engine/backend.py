@@ -146,11 +146,14 @@ class Backend(Protocol):
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of forwards and losses."""
 
+    def output_names(self, flags: Mapping[str, bool]) -> list[str]:
+        """Names of `token_outputs` by these flags; the first is one that losses have a gradient in."""
+
     def token_outputs(
         self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, is_one: bool,
         flags: Mapping[str, bool], offsets: torch.Tensor,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """verl's outputs of tokens, by verl's names, [n] each.
+        """verl's outputs of tokens, `output_names` among them, [n] each.
 
         Args:
             logits: [n, this rank's part of the vocabulary]. labels: [n] int64.

@@ -140,11 +140,12 @@ class Loss:
         Args:
             group: the ranks that compute data in parallel.
         """
+        output = next(iter(model_output.values()))
         if self.function is None:
-            return torch.ones((), device=model_output["log_probs"].device), {}, True
+            return torch.ones((), device=output.device), {}, True
         if not self._needs_a_token or rows["response_mask"].any():
             return *self.function(model_output=model_output, data=rows, dp_group=group), True
-        zero, rows = 0.0 * model_output["log_probs"].values().sum(), rows.copy()
+        zero, rows = 0.0 * output.values().sum(), rows.copy()
         rows["response_mask"] = torch.ones_like(rows["response_mask"])
         if not rows["response_mask"].any():
             return zero, {}, False

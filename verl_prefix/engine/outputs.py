@@ -4,6 +4,7 @@ The backend makes outputs of tokens as verl's engine does, on suffix tokens inst
 """
 
 import functools
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
@@ -27,6 +28,11 @@ def flags_of(data: TensorDict) -> dict[str, bool]:
     return {flag: bool(tu.get_non_tensor_data(data, flag, False)) for flag in FLAGS}
 
 
+def policy_outputs(flags: Mapping[str, bool]) -> list[str]:
+    """Names of a policy's outputs: log-probs, and what verl's flags ask for."""
+    return ["log_probs", *(name for flag, name in FLAGS.items() if flags[flag])]
+
+
 def is_unscaled(data: TensorDict) -> bool:
     """Whether the temperature of all rows is known to be 1, so that verl divides no logits by it."""
     temperature = data["temperature"]
@@ -34,7 +40,7 @@ def is_unscaled(data: TensorDict) -> bool:
 
 
 class TokenOutputs:
-    """Outputs of a mini-batch's suffix tokens: log-probs, and what verl's flags ask for.
+    """Outputs of a mini-batch's suffix tokens, of `Backend.output_names`.
 
     Args:
         reads_masked: whether somebody reads outputs where response_mask is 0; lm_head skips those tokens otherwise.
@@ -52,7 +58,7 @@ class TokenOutputs:
         if pixels is not None:
             pixels = PixelBatch(pixels, input_ids.values().cpu(), offsets, config)
         self._flags = flags_of(data)
-        self.names = ["log_probs", *(name for flag, name in FLAGS.items() if self._flags[flag])]
+        self.names = backend.output_names(self._flags)
         is_read = None if reads_masked or "sum_pi_squared" in self.names else self._is_read()
         skips = is_read is not None or rows.dead
         self._old_log_probs = rows.at_suffixes("old_log_probs") if skips else None
