@@ -85,6 +85,11 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.pad_to_length=True", r"pad_to_length=False"),
         (f"{ACTOR}.fsdp_config.qat.enable=True", r"fsdp_config.qat.enable=False, or model_engine=dp"),
         (f"{ACTOR}.prefix.mini_batches=turns", r"prefix.mini_batches='turns': set one of rows, prompts"),
+        (f"{ACTOR}.prefix.loss_weights=turns", r"prefix.loss_weights='turns': set one of rows, sessions"),
+        (
+            f"{ACTOR}.prefix.loss_weights=sessions {ACTOR}.policy_loss.loss_mode=dro",
+            r"loss_mode=dro .* term without any; set it to one of vanilla.*, or .*loss_weights=rows",
+        ),
         (f"{ACTOR}.prefix.exchange=on", r"prefix.exchange='on': set one of auto, off"),
         (f"{ACTOR}.prefix.schedule=tree", r"prefix.schedule='tree': set one of auto, packed, phased, stock"),
         (f"{ACTOR}.prefix.attention=magi", r"prefix.attention='magi': set one of"),
@@ -292,6 +297,7 @@ SEVERAL = {"one_step_off": "data.train_batch_size=256", "fully_async": "async_tr
         (f"{ACTOR}.prefix.verify=sometimes", "prefix.verify='sometimes': set first_step, off"),
         (f"{ACTOR}.fsdp_config.strategy=fsdp", "fsdp_config.strategy='fsdp': .* FSDP2 only; set .*strategy=fsdp2"),
         (f"{ACTOR}.prefix.mini_batches=prompts", "mini_batches=prompts .*prefix_sync .*mini_batches=rows"),
+        (f"{ACTOR}.prefix.loss_weights=sessions", "loss_weights=sessions .*prefix_sync .*loss_weights=rows"),
         ("trainer.v1.trainer_mode=prefix_sync", "trainer_mode=prefix_sync is for verl.trainer.main_ppo .*; remove it"),
         (f"{ACTOR}.freeze_vision_tower=True", "a qwen3 model has no tower"),
         (
@@ -348,6 +354,12 @@ def test_mini_batches_of_prompts_are_refused_where_verls_trainer_makes_them(use_
     wanted = rf"mini_batches=prompts with trainer.use_v1={use_v1} and .*={mode}: .*=prefix_sync .*mini_batches=rows"
     with pytest.raises(InterpolationResolutionError, match=wanted):
         start(composed(*options))
+    with pytest.raises(InterpolationResolutionError, match="loss_weights=sessions with .*loss_weights=rows"):
+        start(composed(f"{ACTOR}.prefix.loss_weights=sessions", *options[1:]))
+    weighed = f"{ACTOR}.prefix.loss_weights=sessions", "trainer.v1.trainer_mode=prefix_sync"
+    OmegaConf.resolve(composed(*weighed))
+    with pytest.raises(InterpolationResolutionError, match="does not read; set .*loss_weights=rows"):
+        OmegaConf.resolve(composed(*weighed, "distillation.enabled=True"))
     accepted = options[0], "trainer.v1.trainer_mode=prefix_separate_async", "algorithm.adv_estimator=grpo"
     OmegaConf.resolve(composed(*accepted))
     with pytest.raises(InterpolationResolutionError, match="mini_batches=prompts is for GRPO .* critic.enable=null"):

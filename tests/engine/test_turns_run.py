@@ -4,6 +4,7 @@ two ranks. Real verl, Ray, FSDP2 on gloo and HF rollout; neither vLLM nor CUDA. 
 
 import json
 import os
+from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
@@ -41,17 +42,42 @@ def saved_by_trees(trace: Trace, num_steps: int, model: str) -> float:
     return 1 - computed / tokens
 
 
+def assert_weights(trace: Trace, weights: str, num_sessions: int) -> None:
+    """GRPO's advantages of two sessions that differ are +-1/sqrt(2), in each of their rows; those of a session with k
+    rows are divided by k, and multiplied by rows / sessions."""
+    num_rows: dict[tuple[str, float], int] = Counter()
+    num_real = 0
+    for rank in range(trace.world_size):
+        rows = trace.read(0, rank)
+        values, lens = rows.jagged["advantages"]
+        for uid, row in zip(rows.uids, values.split(lens.tolist()), strict=True):
+            num_real += not uid.startswith("pad")
+            if row.any():
+                num_rows[uid, float(row.max()) or float(row.min())] += 1
+    assert len({*num_rows.values()}) > 1, "sessions of one length"
+    for (_, value), k in num_rows.items():
+        weight = num_real / num_sessions / k if weights == "sessions" else 1
+        assert abs(value) == pytest.approx(weight / 2**0.5, rel=1e-3)
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("ranks", "n", "prompts"),
+    ("ranks", "n", "prompts", "weights"),
     [
-        pytest.param(2, 2, 4, marks=pytest.mark.ci),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 1, 4), (2, 3, 4), (2, 2, 2), (1, 2, None))),
+        pytest.param(2, 2, 4, "rows", marks=pytest.mark.ci),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (2, 1, 4, "rows"), (2, 3, 4, "rows"), (2, 2, 2, "rows"), (1, 2, None, "rows"), (2, 2, 4, "sessions")
+            )
+        ),
     ],
-    ids=["2ranks", "2ranks_n1", "2ranks_n3", "2ranks_2updates", "1rank_rows"],
-)
-def test_turns_share_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ranks: int, n: int, prompts: int | None):
-    """With mini-batches of `prompts`, or of rows."""
+    ids=["2ranks", "2ranks_n1", "2ranks_n3", "2ranks_2updates", "1rank_rows", "2ranks_sessions"],
+)  # fmt: skip
+def test_turns_share_and_step_1_is_stocks(
+    tmp_path: Path, train, monkeypatch, ranks: int, n: int, prompts: int | None, weights: str
+):
+    """With mini-batches of `prompts`, or of rows; loss_weights=`weights`, of which stock has those of rows."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(RECIPE), *filter(None, [os.environ.get("PYTHONPATH")])]))
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     options = [
@@ -67,7 +93,7 @@ def test_turns_share_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ra
     ours = [f"{actor}.prefix.trace_dir={tmp_path / 'trace'}"]
     if prompts:
         ours += ["trainer.v1.trainer_mode=prefix_sync", f"{actor}.ppo_mini_batch_size={prompts}"]
-        ours += [f"{actor}.prefix.mini_batches=prompts"]
+        ours += [f"{actor}.prefix.mini_batches=prompts", f"{actor}.prefix.loss_weights={weights}"]
     else:
         ours += stocks
     stock, prefix = both_arms(tmp_path, train, options, ours, stocks)
@@ -89,9 +115,11 @@ def test_turns_share_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ra
     saved = saved_by_trees(trace, trace.num_steps // 2, str(tmp_path / "model"))
     assert prefix[0]["prefix/reuse_fraction"] >= 0.9 * saved and saved > 0.5
     assert trace.num_steps == 2 * 4 // (prompts or 4), "optimizer steps of two training steps"
+    if prompts == 4 and n == 2:
+        assert_weights(trace, weights, 4 * n)
     for name in ("critic/score/mean", "response_length/mean"):
         assert prefix[0][name] == pytest.approx(stock[0][name], rel=5e-6, abs=5e-6), name
     assert stock[0]["actor/grad_norm"] > 0.01, "a step whose rewards are all equal compares nothing"
-    if prompts != 2:
+    if prompts != 2 and weights == "rows":
         for name in ("grad_norm", "pg_loss", "entropy", "kl_loss"):
             assert prefix[0][name] == pytest.approx(stock[0][f"actor/{name}"], rel=5e-6, abs=5e-6), name

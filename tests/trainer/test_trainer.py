@@ -16,16 +16,18 @@ import torch
 import transfer_queue as transfer_queue_package
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
+from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import BatchMeta, KVBatchMeta
 from verl.protocol import BatchData
 from verl.trainer.ppo import padding_utils
-from verl.trainer.ppo.core_algos import AdaptiveKLController
+from verl.trainer.ppo.core_algos import AdaptiveKLController, get_policy_loss_fn
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict, make_iterator
+from verl.workers.config import ActorConfig
 
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.trainer.mini_batches import whole_prompts
@@ -334,6 +336,58 @@ def test_padding_of_mini_batches_of_prompts_changes_no_number_of_the_batch(rows_
     for row in padding:
         assert set(done.fields) <= set(row)
         assert all(len(row[name]) == 1 and not row[name].any() for name in put)
+
+
+@pytest.mark.parametrize("by", ["rows", "prompts"])
+def test_sessions_weigh_the_same_whatever_their_rows(rows_in_queue, by):
+    """Against verl's own advantages and losses: the loss is the mean over sessions of the mean over their rows."""
+    algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False, "gamma": 1.0, "lam": 1.0,
+                 "norm_adv_by_std_in_grpo": True, "rollout_correction": None}  # fmt: skip
+    turns = {"a_0": 1, "a_1": 5, "b_0": 2, "b_1": 3}
+
+    def advantages(trainer_class: type, turns: dict[str, int], weights: str) -> dict[str, torch.Tensor]:
+        rows_in_queue.clear()
+        generator = torch.Generator().manual_seed(0)
+        keys = [f"{session}_{turn}" for session, num in turns.items() for turn in range(num)]
+        keys = [keys[i] for i in torch.randperm(len(keys), generator=generator)]
+        fields = []
+        for i, key in enumerate(keys):
+            ones = torch.ones(2 + i % 5, dtype=torch.int64)
+            scores = torch.randn(len(ones), generator=generator)
+            row = {"uid": key[0], "session_id": int(key[2]), "prompts": torch.arange(3), "responses": ones}
+            fields.append(row | {"response_mask": ones, "rm_scores": scores})
+        tags = [{"prompt_len": 3, "response_len": 6, "seq_len": 9} for _ in keys]
+        batch = transfer_queue_package.kv_batch_put(keys, "train", list_of_dict_to_tensordict(fields), tags)
+        if by == "prompts":
+            batch = padding_utils.upsample_batch_to_divisible_size(batch, len(keys) + 5, 2)
+        trainer = object.__new__(trainer_class)
+        trainer._by, trainer._weights = by, weights
+        trainer.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}})
+        assert trainer._compute_advantage(batch, {}).keys == batch.keys
+        assert all(not row["advantages"].any() for key, row in rows_in_queue.items() if key not in keys)
+        assert by == "rows" or len(rows_in_queue) == len(keys) + 5
+        return {key: rows_in_queue[key]["advantages"] for key in keys}
+
+    stock, ours = advantages(PPOTrainerSync, turns, "rows"), advantages(PrefixPPOTrainerSync, turns, "sessions")
+    generator = torch.Generator().manual_seed(1)
+    log_ratio = {key: 0.4 * torch.randn(len(row), generator=generator) for key, row in stock.items()}
+
+    def loss(found: dict[str, torch.Tensor], keys: list[str]) -> float:
+        mask, new, adv = (
+            pad_sequence([values[key] for key in keys], batch_first=True)
+            for values in ({key: torch.ones_like(row) for key, row in found.items()}, log_ratio, found)
+        )
+        config = ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, clip_ratio=0.2)
+        vanilla = get_policy_loss_fn("vanilla")
+        return float(vanilla(0 * new, new, adv, mask, "seq-mean-token-mean", config)[0])
+
+    of_sessions = [loss(stock, [key for key in stock if key.startswith(f"{session}_")]) for session in turns]
+    wanted, tolerance = sum(of_sessions) / len(turns), 5e-6 * max(map(abs, of_sessions))
+    assert loss(ours, [*ours]) == pytest.approx(wanted, abs=tolerance)
+    assert abs(loss(stock, [*stock]) - wanted) > 100 * tolerance
+    one_row = dict.fromkeys(turns, 1)
+    same = [advantages(kind, one_row, "sessions") for kind in (PPOTrainerSync, PrefixPPOTrainerSync)]
+    assert all(torch.equal(same[0][key], same[1][key]) for key in same[0])
 
 
 def test_a_batch_without_actor_update_is_one_mini_batch():

@@ -26,6 +26,7 @@ LOSSES_OF_PASSES = {
 # be left out, since agg_loss divides by numbers of the whole mini-batch. dro adds the square of the log-ratio.
 MULTIPLES_OF_ADVANTAGE = tuple(mode for mode in LOSSES_OF_ROWS if mode != "dro")
 SKIPS = "actor_rollout_ref.actor.prefix.skip_zero_advantage"
+WEIGHTS = "actor_rollout_ref.actor.prefix.loss_weights"
 
 NO_REPLAY = (
     "actor_rollout_ref.rollout.enable_rollout_routing_replay=True gives batches routed_experts, which a shared prefix "
@@ -142,6 +143,11 @@ class PrefixActor:
                 f"{key}.loss_agg_mode=seq-mean-token-sum-norm with {key}.loss_scale_factor=null divides by the longest "
                 f"row of a pass, so that the loss follows the token budget; set {key}.loss_scale_factor to "
                 "data.max_response_length",
+            )
+            refuse(
+                self.prefix.loss_weights == "sessions" and self.policy_loss.get("loss_mode") == "dro",
+                f"{WEIGHTS}=sessions scales advantages, and {key}.policy_loss.loss_mode=dro also has a term without "
+                f"any; set it to one of {', '.join(MULTIPLES_OF_ADVANTAGE)}, or {WEIGHTS}=rows",
             )
             _refuse_losses_of_passes(f"{key}.policy_loss", self.policy_loss)
             why = gradient_without_advantage(self)

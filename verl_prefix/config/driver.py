@@ -8,7 +8,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix.config import megatron, veomni
-from verl_prefix.config.actor import SKIPS
+from verl_prefix.config.actor import SKIPS, WEIGHTS
 from verl_prefix.config.engines import FSDP2, VEOMNI, copies_of, engine_of, slices_of
 from verl_prefix.config.model import (
     check_dealt,
@@ -52,11 +52,18 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
     mode_is_ours, v1 = str(mode).startswith("prefix_"), is_v1(config)
     if v1 and mode in ("separate_async", "prefix_separate_async"):
         _check_separate_async(config, in_job)
+    for one, other in ((key, "prompts"), (WEIGHTS, "sessions")):
+        refuse(
+            OmegaConf.select(config, one) == other and not (mode_is_ours and v1),
+            f"{one}={other} with trainer.use_v1={OmegaConf.select(config, 'trainer.use_v1')} and "
+            f"trainer.v1.trainer_mode={mode}: verl's own trainers count rows; set trainer.use_v1=true and "
+            "trainer.v1.trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async) under "
+            f"verl.trainer.main_ppo, or {one}=rows",
+        )
     refuse(
-        by == "prompts" and not (mode_is_ours and v1),
-        f"{key}=prompts with trainer.use_v1={OmegaConf.select(config, 'trainer.use_v1')} and trainer.v1.trainer_mode="
-        f"{mode}: verl's own trainers count rows; set trainer.use_v1=true and trainer.v1.trainer_mode=prefix_sync (or "
-        f"prefix_colocate_async, prefix_separate_async) under verl.trainer.main_ppo, or {key}=rows",
+        OmegaConf.select(config, WEIGHTS) == "sessions" and OmegaConf.select(config, "distillation.enabled"),
+        f"{WEIGHTS}=sessions weighs advantages, which the loss of distillation.enabled=True does not read; set "
+        f"{WEIGHTS}=rows",
     )
     refuse(
         mode_is_ours and not v1,

@@ -13,6 +13,7 @@ CHOICES = {
     "exchange": ("auto", "off"),
     "trees": ("uid", "batch", "off"),
     "mini_batches": ("rows", "prompts"),
+    "loss_weights": ("rows", "sessions"),
     "keep_attention": ("auto", "off"),
     "attention": ("auto", "cpu", "flash_attn", "aten", "reference"),
     "verify_action": ("raise", "fallback"),
@@ -31,6 +32,7 @@ class PrefixConfig(BaseConfig):
     exchange: str = "auto"
     trees: str = "uid"
     mini_batches: str = "rows"
+    loss_weights: str = "rows"
     wave_tokens: int | None = None
     logits_chunk: int | None = None
     offload: bool = False

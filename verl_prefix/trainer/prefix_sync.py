@@ -11,6 +11,7 @@ import functools
 import math
 import numbers
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
@@ -33,7 +35,7 @@ from verl_prefix.versions import check_versions
 
 TRAINER_MODE = "prefix_sync"
 MANAGER = "verl_prefix.trainer.shared_pixels.SharedPixelsManager"
-MINI_BATCHES = "actor_rollout_ref.actor.prefix.mini_batches"
+PREFIX = "actor_rollout_ref.actor.prefix"
 
 
 class WholeGroups(PPOTrainer):
@@ -48,7 +50,9 @@ class WholeGroups(PPOTrainer):
     """
 
     mode: str
-    _by: str | None = None  # the key prefix.mini_batches; None: the actor has another engine, and no such key
+    # The keys prefix.mini_batches and prefix.loss_weights; None: the actor has another engine, and no such keys.
+    _by: str | None = None
+    _weights: str | None = None
     _of_prompts: list[list[int]]  # under mini_batches=prompts: rows of each mini-batch, numbered as verl handed them on
 
     def __init__(self, config: DictConfig) -> None:
@@ -72,7 +76,8 @@ class WholeGroups(PPOTrainer):
         key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
         if self.mode == "sync" and OmegaConf.select(config, key) is None and _only_we_read_pixels(config):
             OmegaConf.update(config, key, MANAGER, force_add=True)
-        self._by = OmegaConf.select(config, MINI_BATCHES)
+        self._by = OmegaConf.select(config, f"{PREFIX}.mini_batches")
+        self._weights = OmegaConf.select(config, f"{PREFIX}.loss_weights")
         super().__init__(config)
 
     def init(self) -> None:
@@ -166,6 +171,27 @@ class WholeGroups(PPOTrainer):
         return num * unit * math.ceil(max(map(len, self._of_prompts)) / unit)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
+        """verl's, times the weights of `loss_weights`."""
+        batch = self._advantages_of_rows(batch, metrics)
+        if self._weights == "sessions":
+            self._weigh_sessions(batch)
+        return batch
+
+    def _weigh_sessions(self, batch: KVBatchMeta) -> None:
+        """Divides advantages by the number of rows that their session has, and multiplies all of them by rows /
+        sessions: the mean weight of a row stays 1, so that the loss is of its usual size."""
+        pairs = zip(batch.keys, batch.tags, strict=True)
+        keys = [key for key, tag in pairs if not tag.get("is_padding", False)]
+        sessions = [key.rsplit("_", 1)[0] for key in keys]
+        rows = Counter(sessions)
+        mean = len(keys) / len(rows)
+        found = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["advantages"])
+        pairs = zip(found["advantages"].unbind(), sessions, strict=True)
+        weighed = tu.nested_tensor_from_tensor_list([values * (mean / rows[session]) for values, session in pairs])
+        fields = tu.get_tensordict({"advantages": weighed})
+        tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
+
+    def _advantages_of_rows(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         """verl's, on the rows that are no padding. verl takes means over padding too (of off-policy metrics and KL:
         verl#7771), and mini_batches=prompts may add as much padding as there are rows. Padding gets zeros instead."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding", False)]
