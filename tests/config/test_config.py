@@ -46,16 +46,55 @@ def model_path(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("config_name", ["ppo_trainer", "prefix_grpo"])
-def test_model_engine_swaps_actor_and_ref_and_nothing_else(config_name):
+def test_model_engine_swaps_actor_ref_and_critic_and_nothing_else(config_name):
     config = composed("actor_rollout_ref.rollout.n=4", f"{ACTOR}.prefix.schedule=packed", config_name=config_name)
     actor, ref = built(config)
     for role in (actor, ref):
         assert isinstance(role, PrefixActorConfig) and isinstance(role.engine, PrefixEngineConfig)
         assert role.engine.strategy == "prefix" and role.engine.prefix.schedule == "packed"
     assert ref.engine.forward_only
-    assert config.critic._target_ == "verl.workers.config.FSDPCriticConfig"
+    assert config.critic._target_ == "verl_prefix.config.fsdp.PrefixCriticConfig"
     assert (config.trainer.v1.trainer_mode == "prefix_sync") == (config_name == "prefix_grpo")
     assert (config.algorithm.adv_estimator == "grpo") == (config_name == "prefix_grpo")
+
+
+def _critic(model_path: str, *overrides: str):
+    """The critic's config, as verl's driver checks it."""
+    paths = [f"{role}.path={model_path}" for role in ("actor_rollout_ref.model", "critic.model")]
+    config = composed("actor_rollout_ref.rollout.n=4", "algorithm.adv_estimator=gae", *paths, *overrides)
+    validate_config(config, use_reference_policy=False, use_critic=True)
+    return omega_conf_to_dataclass(config.critic)
+
+
+def test_the_critic_has_the_actors_options_and_loads_the_engine_where_it_is_sent(model_path):
+    of_actor = "skip_zero_advantage=true", "trace_dir=/tmp/none", "trace_max_steps=3"
+    critic = _critic(model_path, *(f"{ACTOR}.prefix.{option}" for option in ("schedule=packed", *of_actor)))
+    assert critic.engine.strategy == "prefix" and critic.engine.prefix == PrefixConfig(schedule="packed")
+    assert type(critic.engine).__module__ == "verl_prefix.backends.fsdp"
+    assert _critic(model_path, "critic=dp_critic").engine.strategy == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("critic.strategy=fsdp", "critic.strategy='fsdp'.*critic=dp_critic"),
+        ("critic.shuffle=true", "critic.shuffle=True tears"),
+        ("critic.fsdp.pad_to_length=true", "critic.fsdp.pad_to_length=True: .* set it to False: critic.fsdp.pad_to"),
+        ("critic.loss_agg_mode=seq-mean-token-sum-norm", "critic.loss_scale_factor=null divides"),
+        ("critic.fsdp.ulysses_sequence_parallel_size=8", "critic.fsdp.ulysses_sequence_parallel_size=8.*4 heads"),
+        ("critic.fsdp.ulysses_sequence_parallel_size=3", "critic.fsdp.ulysses_sequence_parallel_size=3 does not"),
+        ("+critic.model.override_config.attention_dropout=0.1", r"\+critic.model.override_config.attention_dr"),
+    ],
+)
+def test_what_the_critic_cannot_is_refused_by_its_key(model_path, override, wanted):
+    with pytest.raises((ValueError, InstantiationException)) as raised:
+        _critic(model_path, override)
+    assert re.search(wanted, str(raised.value.__cause__ or raised.value)), raised.value
+
+
+def test_a_critic_that_would_get_trls_value_head_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="critic.model.path=.*token classification.*v_head.*critic=dp_critic"):
+        _critic(write_tiny_model(tmp_path / "lfm2", family="lfm2"))
 
 
 def test_verl_scripts_that_say_fsdp2_still_get_the_prefix_engine():

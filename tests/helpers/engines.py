@@ -153,6 +153,8 @@ def as_batch(rows: list, sessions: list[int], options: dict, generator: torch.Ge
         "old_log_probs": noise(0.3, -6.0),
         "ref_log_prob": noise(0.3, -6.0),
     }
+    if options.get("critic"):
+        fields |= {"values": noise(1.0), "returns": noise(1.0, 1.0)}
     if options.get("uid", True):
         fields["uid"] = [r[0] for r in rows]
         fields["session_id"] = sessions
@@ -193,7 +195,7 @@ def _padded(fields: dict, flags: dict, width: int | None = None):
     for to, row, row_mask in zip(positions, fields["position_ids"].unbind(), mask.bool(), strict=True):
         to[..., row_mask] = row
     dense = {name: x for name, x in fields.items() if not (isinstance(x, torch.Tensor) and x.is_nested)}
-    for name in ("response_mask", "advantages", "old_log_probs", "ref_log_prob"):
+    for name in ("response_mask", "advantages", "old_log_probs", "ref_log_prob", "values", "returns"):
         if name in fields:
             dense[name] = pad(fields[name].unbind())
     dense |= {"prompts": pad(prompts, left=True), "responses": pad(responses), "attention_mask": mask}
@@ -211,7 +213,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
-    from verl_prefix.backends.fsdp import PrefixEngineConfig
+    from verl_prefix.backends.fsdp import PrefixCriticEngineConfig, PrefixEngineConfig
     from verl_prefix.config.options import PrefixConfig
 
     model_config = HFModelConfig(
@@ -248,7 +250,8 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         prefix = {"min_speedup": 0, "exchange": "off"} | {key: options[key] for key in OURS if key in options}
         frozen = options.get("frozen_tower", False)
         more = dict(freeze_vision_tower=frozen, ppo_epochs=options.get("epochs", 1))
-        engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix), **more)
+        engine_type = PrefixCriticEngineConfig if options.get("critic") else PrefixEngineConfig
+        engine_config = engine_type(**shared, prefix=PrefixConfig(**prefix), **more)
     else:
         engine_config = FSDPEngineConfig(**shared, strategy="fsdp2")
     return dict(
@@ -285,7 +288,9 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         return module
 
     with mock.patch.object(FSDPEngine, "_build_module", built):
-        engine = EngineRegistry.new(model_type="language_model", backend=backend, **configs)
+        model_type = "value_model" if options.get("critic") else "language_model"
+        configs["model_config"].model_type = model_type  # as TrainingWorker sets it
+        engine = EngineRegistry.new(model_type=model_type, backend=backend, **configs)
         engine.initialize()
     return engine
 
@@ -295,9 +300,15 @@ def _halve_logits(module, args, output) -> None:
 
 
 def _loss(options: dict):
-    from verl.workers.config import ActorConfig
-    from verl.workers.utils.losses import ppo_loss
+    from verl.workers.config import ActorConfig, FSDPCriticConfig
+    from verl.workers.utils.losses import ppo_loss, value_loss
 
+    if options.get("critic"):
+        config = FSDPCriticConfig(
+            use_dynamic_bsz=True, loss_agg_mode=options.get("loss_agg_mode", "token-mean"),
+            loss_scale_factor=options.get("loss_scale_factor", 32),
+        )  # fmt: skip
+        return functools.partial(value_loss, config=config)
     return functools.partial(ppo_loss, config=_loss_config(ActorConfig, options))
 
 
@@ -338,7 +349,7 @@ def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
     with engine.eval_mode(disable_auto_offload=True):
         inferred = engine.infer_batch(data.copy())
     result = {name: torch.cat(_responses(x, data)) for name, x in inferred["model_output"].items()}
-    result["lens"] = inferred["model_output"]["log_probs"].offsets().diff()
+    result["lens"] = next(iter(inferred["model_output"].values())).offsets().diff()
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data.copy(), _loss(options))
@@ -376,11 +387,13 @@ def _compare(ours: dict, stock: dict) -> dict:
     errors = {
         name: _relative(ours[name], stock[name])
         for name in ours
-        if (name in ("entropy", "sum_pi_squared") or "log_probs" in name or name.startswith("sent")) and name in stock
+        if (name in ("entropy", "sum_pi_squared", "values") or "log_probs" in name or name.startswith("sent"))
+        and name in stock
     }
     errors["outputs"] = float(set(stock) ^ set(ours) != set())
     errors["metric names"] = float(bool(set(stock["metrics"]) - set(ours["metrics"])))
-    errors["dtypes"] = float(stock["log_probs"].dtype != ours["log_probs"].dtype)
+    first = "values" if "values" in stock else "log_probs"
+    errors["dtypes"] = float(stock[first].dtype != ours[first].dtype)
     errors["lens"] = float((ours["lens"] != stock["lens"]).any())
     for name in ("loss", "grad_norm"):
         errors[name] = abs(ours[name] - stock[name]) / max(abs(stock[name]), 1e-30)
@@ -447,6 +460,7 @@ def _accumulated(model_path: str, rank: int, options: dict, stock: dict) -> tupl
 
 
 def _half_errors(result: dict, truth: dict) -> dict[str, float]:
-    errors = {name: _relative(result[name].float(), truth[name]) for name in ("log_probs", "entropy")}
+    names = [name for name in ("log_probs", "entropy", "values") if name in truth]
+    errors = {name: _relative(result[name].float(), truth[name]) for name in names}
     grads, true_grads = (torch.cat([g.flatten().float() for g in x["grads"].values()]) for x in (result, truth))
     return errors | {"grads": _relative(grads, true_grads)}

@@ -123,6 +123,7 @@ CONTRACT = {
     "verl.utils.dataset.rl_dataset:RLHFDataset._process_multi_modal_info": "messages image_patch_size config",
     "verl.utils.import_utils:import_external_libs": "external_libs",
     "verl.utils.model:get_hf_auto_model_class": "hf_config",
+    "verl.utils.model:load_valuehead_model": "local_path torch_dtype model_config trust_remote_code",
     "verl.utils.model:update_model_config": "module_config override_config_kwargs",
     "verl.utils.tokenizer:build_multimodal_processor_inputs": (
         "processor text images videos audio mm_processor_kwargs return_tensors"
@@ -137,6 +138,8 @@ CONTRACT = {
     "verl.workers.config:FSDPOptimizerConfig": None,
     "verl.workers.config:FSDPActorConfig.__post_init__": "self",
     "verl.workers.config:FSDPActorConfig.validate": "self n_gpus train_batch_size model_config",
+    "verl.workers.config:FSDPCriticConfig.__post_init__": "self",
+    "verl.workers.config:FSDPCriticConfig.validate": "self n_gpus train_batch_size",
     "verl.workers.config:FSDPEngineConfig.__post_init__": "self",
     "verl.workers.config:FSDPEngineConfig._mutable_fields": None,
     "verl.workers.config:HFModelConfig": None,
@@ -193,6 +196,7 @@ CONTRACT = {
     "verl.workers.rollout.utils:ensure_async_iterator": "iterable",
     "verl.workers.rollout.replica:TokenOutput": None,
     "verl.workers.utils.losses:ppo_loss": "config model_output data dp_group",
+    "verl.workers.utils.losses:value_loss": "config model_output data dp_group",
     "transfer_queue:KVBatchMeta.reorder": "self indexes",
 }
 

@@ -318,22 +318,25 @@ class Chooser:
     log_probs: Decision | None = field(default=None, init=False)
 
     def choose(self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None) -> Plan | None:
-        """This rank's plan; None: the stock path. `own`: see `Candidates`."""
+        """This rank's plan; None: the stock path. `own`: see `Candidates`. A model without lm_head gains by sharing
+        alone: a batch in which no rank's rows share takes the stock path, and nothing is measured for it."""
         if not self.costs.min_speedup:
             return self.costs.plan(groups, budget, "auto", forward_only)
         batch = Batch(groups, budget)
         paths = Candidates(self.costs, batch, own, forward_only)
-        rates = self._known_rates(paths, own or batch, forward_only)
+        gains = self.costs.shape.head > 0 or any(group.is_shared for group in groups)
+        rates = self._known_rates(paths, own or batch, forward_only, gains)
         lacks_room = float(not (paths.stock_runs and self.stock_fits(paths.stock)))
-        *seconds, lacks_room = self.reduce_max([*paths.seconds(rates), lacks_room])
+        *seconds, any_gains, lacks_room = self.reduce_max([*paths.seconds(rates), float(gains), lacks_room])
         before = None if forward_only else self.log_probs
-        decision = decide(seconds, self.costs.min_speedup, before, not lacks_room)
+        min_speedup = self.costs.min_speedup if any_gains else math.inf
+        decision = decide(seconds, min_speedup, before, not lacks_room)
         if forward_only:
             self.log_probs = decision
         self.speedup = decision.speedup
         return paths.taken(decision)
 
-    def _known_rates(self, paths: Candidates, own: Batch, forward_only: bool) -> dict[str, Rates]:
+    def _known_rates(self, paths: Candidates, own: Batch, forward_only: bool, gains: bool) -> dict[str, Rates]:
         """Rates for this batch. They are measured now if the choice depends on them and they are not known. FLOPs stand
         in for them while none were measured and none are needed."""
         kind = "forward" if forward_only else "update"
@@ -341,7 +344,7 @@ class Chooser:
             return self.rates
         # The least of all ranks, since all have to run the same passes.
         tokens = sum(group.num_logical_tokens for group in own.groups)
-        *least, any_unsure = self.reduce_max([-own.budget, -tokens, float(not paths.is_certain())])
+        *least, any_unsure = self.reduce_max([-own.budget, -tokens, float(gains and not paths.is_certain())])
         if not any_unsure:
             return self.rates or self.costs.flops()
         budget, tokens = (-int(x) for x in least)

@@ -46,7 +46,7 @@ class ModelShape:
     Attributes:
         linear: FLOPs per token of all layers' matmuls, and of recurrent layers' scans and convolutions. Of a mixture of
             experts the chosen ones count.
-        head: FLOPs per token of lm_head.
+        head: FLOPs per token of lm_head; 0 without one, as of a critic.
         pair: FLOPs per query-key pair of one layer's attention.
         windows: sliding window of every attention layer; None: it sees everything.
         activations: bytes per token that an average layer keeps for backward.
@@ -205,7 +205,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype, expert_ranks: int = 
     kept += sum(kept_by(mixer) for mixer in mixers)
     return ModelShape(
         linear=2.0 * weights + sum(scan_flops(mixer) + sum(map(conv_flops, _convolutions(mixer))) for mixer in mixers),
-        head=2.0 * lm_head.weight.numel(),
+        head=0.0 if lm_head is None else 2.0 * lm_head.weight.numel(),
         last=2.0 * sum(_linear_weights(module) for _, module in head_only(model)),
         pair=4.0 * heads * head_dim,
         windows=windows,
@@ -215,7 +215,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype, expert_ranks: int = 
         kv=2.0 * len(windows) * kv_heads * head_dim * dtype.itemsize,
         vocab_size=text.vocab_size,
         tower=0.0 if seeing is None else 2.0 * _linear_weights(seeing.model.visual),
-        logits=float(text.vocab_size * dtype.itemsize),
+        logits=float((1 if lm_head is None else text.vocab_size) * dtype.itemsize),
         parameters=sum(p.numel() for p in model.parameters()) + elsewhere,
         layer_parameters=(
             sum(p.numel() for p in body.parameters() if p.dim() > 1 and p.shape[0] != text.vocab_size) + elsewhere

@@ -17,13 +17,14 @@ from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import HFStockPath
 from verl_prefix.config.actor import role_of
-from verl_prefix.config.fsdp import PrefixEngineConfig
+from verl_prefix.config.engines import CRITIC
+from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_value_head
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import PackedForward
@@ -41,6 +42,12 @@ from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import check_dropout, check_supported
+
+
+class PrefixCriticEngineConfig(PrefixEngineConfig):
+    """Those of a critic. It stands here, since verl sends it to workers, which so load the engine."""
+
+    on, of_critic = CRITIC, True
 
 
 class HFBackend:
@@ -199,6 +206,16 @@ class FSDPBackend(HFBackend):
         return context
 
 
+class ValueBackend(FSDPBackend):
+    """`engine.backend.Backend` of verl's FSDPEngineWithValueHead."""
+
+    def output_names(self, flags: Mapping[str, bool]) -> list[str]:
+        return ["values"]
+
+    def logits_like(self) -> torch.Tensor:
+        return torch.zeros((1, 1), dtype=self.dtype, device=get_device_id())
+
+
 def gradients_of(model: Any) -> Gradients:
     """`Gradients` of a Hugging Face model: recurrent mixers whole; of each layer, and of the vision tower, a part."""
     layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
@@ -224,15 +241,15 @@ def noise_of(model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManag
     return rounding_noise(attention, mixers(model), dtype)
 
 
-def check_on_rank(model_config: Any, key: str, size: int) -> None:
+def check_on_rank(model_config: Any, key: str, size: int, model: str = "actor_rollout_ref.model") -> None:
     """Checks in a worker what the driver checked where it saw the model: its layers, and the number of ranks that share
-    a row, which `key` sets.
+    a row, which `key` sets. model: the key of its section.
 
     Raises:
         ValueError: naming what stands in the way.
     """
-    check_supported(model_config.hf_config)
-    check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config)
+    check_supported(model_config.hf_config, model)
+    check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config, model)
     check_dealt(key, size, model_config.hf_config)
 
 
@@ -243,12 +260,15 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
         ValueError: at construction, a model or option that the shared-prefix path does not support.
     """
 
+    _backend: type[FSDPBackend] = FSDPBackend
+
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config, unfused = engine_config.prefix, False
         if self.prefix_config.schedule != "stock":
-            warn_of_replaced_options(model_config)
-            key = f"{role_of(engine_config)}.fsdp_config.ulysses_sequence_parallel_size"
-            check_on_rank(model_config, key, engine_config.ulysses_sequence_parallel_size)
+            model = "critic.model" if engine_config.of_critic else "actor_rollout_ref.model"
+            warn_of_replaced_options(model_config, model)
+            key = f"{role_of(engine_config)}.{engine_config.on.section}.ulysses_sequence_parallel_size"
+            check_on_rank(model_config, key, engine_config.ulysses_sequence_parallel_size, model)
             # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head. Its offload
             # counts forwards of layers, and would replace gradient checkpointing by a reentrant one.
             unfused, model_config = bool(model_config.use_fused_kernels), copy.copy(model_config)
@@ -257,7 +277,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
         of_verl = copy.copy(engine_config)
         of_verl.strategy = "fsdp2"
         super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
-        self.set_backend(FSDPBackend(self, unfused), engine_config)
+        self.set_backend(self._backend(self, unfused), engine_config)
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -276,9 +296,30 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
         return module
 
 
+class PrefixFSDPValueEngine(PrefixFSDPEngine, FSDPEngineWithValueHead):
+    """verl's FSDP2 critic that computes a group's prefix once.
+
+    Raises:
+        ValueError: as `PrefixFSDPEngine`, and once the model is built, one with trl's value head.
+    """
+
+    _backend = ValueBackend
+
+    def _build_module(self) -> torch.nn.Module:
+        module = super()._build_module()
+        refuse_value_head(hasattr(module, "v_head") and self.prefix_config.schedule != "stock", self.model_config)
+        return module
+
+
 class PrefixFSDPEngineCPU(CPUFSDPEngine, PrefixFSDPEngine):
     """`PrefixFSDPEngine` on gloo ranks without an accelerator."""
 
 
+class PrefixFSDPValueEngineCPU(CPUFSDPEngine, PrefixFSDPValueEngine):
+    """`PrefixFSDPValueEngine` on gloo ranks without an accelerator."""
+
+
 EngineRegistry.register(model_type="language_model", backend="prefix", device="cuda")(PrefixFSDPEngine)
 EngineRegistry.register(model_type="language_model", backend="prefix", device="cpu")(PrefixFSDPEngineCPU)
+EngineRegistry.register(model_type="value_model", backend="prefix", device="cuda")(PrefixFSDPValueEngine)
+EngineRegistry.register(model_type="value_model", backend="prefix", device="cpu")(PrefixFSDPValueEngineCPU)

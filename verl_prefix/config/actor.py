@@ -38,16 +38,34 @@ logger = logging.getLogger(__name__)
 
 def role_of(engine: Any) -> str:
     """The key of the role that an engine config is of; the YAML of ref, in verl, says that it only runs forward."""
+    if engine.get("of_critic"):
+        return "critic"
     return f"actor_rollout_ref.{'ref' if engine.get('forward_only') else 'actor'}"
 
 
 def refuse_padding(key: str, engine: Any) -> None:
     """Refuses `pad_to_length`, where `key` is that of the engine's section."""
     role = role_of(engine)
+    others, both = ("", "it to False") if role == "critic" else (f", or {role}'s", "both to False")
+    keys = (key,) if role == "critic" else (key, role)
     refuse(
         engine.pad_to_length,
-        f"{key}.pad_to_length=True, or {role}'s: the prefix engine packs without padding; set both to False: "
-        f"{key}.pad_to_length=False {role}.pad_to_length=False",
+        f"{key}.pad_to_length=True{others}: the prefix engine packs without padding; set {both}: "
+        + " ".join(f"{one}.pad_to_length=False" for one in keys),
+    )
+
+
+def refuse_shuffle(key: str, section: Any) -> None:
+    refuse(section.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
+
+
+def refuse_norm_by_pass(key: str, section: Any) -> None:
+    """Refuses a loss that divides by a number of its pass."""
+    refuse(
+        section.loss_agg_mode == "seq-mean-token-sum-norm" and section.loss_scale_factor is None,
+        f"{key}.loss_agg_mode=seq-mean-token-sum-norm with {key}.loss_scale_factor=null divides by the longest "
+        f"row of a pass, so that the loss follows the token budget; set {key}.loss_scale_factor to "
+        "data.max_response_length",
     )
 
 
@@ -86,11 +104,12 @@ class PrefixEngineOptions:
     verl's registry. verl's own check knows verl's name alone (verl/workers/config/engine.py), and is shown that.
 
     Attributes:
-        on: verl's engine. strategy_of_verl: verl's name of it.
+        on: verl's engine. strategy_of_verl: verl's name of it. of_critic: it is the critic's.
     """
 
     on: ClassVar[Engine]
     strategy_of_verl: ClassVar[str]
+    of_critic: ClassVar[bool] = False
 
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
     freeze_vision_tower: bool = False
@@ -136,14 +155,9 @@ class PrefixActor:
             f"{key}.{self.on.section}.prefix is filled in from {ours}, and differs from it; set its keys there",
         )
         refuse(self.enable_rollout_routing_replay, NO_REPLAY)
-        refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
+        refuse_shuffle(key, self)
         if self.prefix.schedule != "stock":
-            refuse(
-                self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None,
-                f"{key}.loss_agg_mode=seq-mean-token-sum-norm with {key}.loss_scale_factor=null divides by the longest "
-                f"row of a pass, so that the loss follows the token budget; set {key}.loss_scale_factor to "
-                "data.max_response_length",
-            )
+            refuse_norm_by_pass(key, self)
             refuse(
                 self.prefix.loss_weights == "sessions" and self.policy_loss.get("loss_mode") == "dro",
                 f"{WEIGHTS}=sessions scales advantages, and {key}.policy_loss.loss_mode=dro also has a term without "

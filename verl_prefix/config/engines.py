@@ -5,7 +5,7 @@ This module imports the standard library alone: `verl-prefix plan` reads a comma
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_prefix.versions import TESTED_MEGATRON, TESTED_VEOMNI, installed_version, warn_of_untested
@@ -68,6 +68,7 @@ FSDP2 = Engine(
     "prefix", "dp", "FSDP2", "fsdp_config", "verl_prefix.config.fsdp.PrefixActorConfig",
     slices=_ULYSSES, heads=(_ULYSSES,), copies=(_ULYSSES,),
 )  # fmt: skip
+CRITIC = replace(FSDP2, section="fsdp", target="verl_prefix.config.fsdp.PrefixCriticConfig")  # of FSDP2
 VEOMNI = Engine(
     "prefix_veomni", "veomni", "VeOmni", "veomni", "verl_prefix.config.veomni.PrefixVeOmniActorConfig",
     slices="ulysses_parallel_size", heads=("ulysses_parallel_size",), copies=("ulysses_parallel_size",),

@@ -1,13 +1,23 @@
-"""Options of actor and ref on verl's FSDP2 engine: `model_engine=prefix`."""
+"""Options of actor, ref and critic on verl's FSDP2 engine: `model_engine=prefix`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPEngineConfig
 
-from verl_prefix.config.actor import PrefixActor, PrefixEngineOptions, refuse_padding, role_of
+from verl_prefix.config.actor import (
+    PrefixActor,
+    PrefixEngineOptions,
+    refuse_norm_by_pass,
+    refuse_padding,
+    refuse_shuffle,
+    role_of,
+)
 from verl_prefix.config.engines import FSDP2
-from verl_prefix.config.model import refuse
+from verl_prefix.config.model import check_dealt, check_sequence_parallel, refuse
 from verl_prefix.config.options import PrefixConfig
+
+VERLS_CRITIC = "critic=dp_critic (verl's own critic; with critic.strategy=fsdp2 on FSDP2)"
 
 
 @dataclass
@@ -68,3 +78,64 @@ class PrefixActorConfig(PrefixActor, FSDPActorConfig):
             f"{key}.strategy=fsdp2, or model_engine={'dp' if self.strategy == 'fsdp' else self.strategy} without it",
         )
         super().__post_init__()
+
+
+@dataclass
+class PrefixCriticConfig(FSDPCriticConfig):
+    """verl's FSDP critic config with the options of `actor_rollout_ref.actor.prefix`, but those that are the actor's
+    alone: what it leaves out, and its trace.
+
+    Raises:
+        ValueError: an option that would silently undo sharing.
+    """
+
+    strategy: str = "fsdp2"
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
+
+    def __post_init__(self) -> None:
+        refuse(
+            self.strategy != "fsdp2",
+            f"critic.strategy={self.strategy!r}: the critic of model_engine=prefix is verl's with FSDP2; set "
+            f"critic.strategy=fsdp2, or {VERLS_CRITIC}",
+        )
+        refuse_shuffle("critic", self)
+        if self.prefix.schedule != "stock":
+            refuse_norm_by_pass("critic", self)
+        super().__post_init__()
+        default = PrefixConfig()
+        of_actor = ("skip_zero_advantage", "trace_dir", "trace_max_steps", "trace_max_gib")
+        self.engine.strategy = FSDP2.name
+        self.engine.prefix = replace(self.prefix, **{name: getattr(default, name) for name in of_actor})
+        self.engine.ppo_epochs = self.ppo_epochs
+
+    def validate(self, n_gpus: int, train_batch_size: int) -> None:
+        """The checks that need the model's config; verl calls this in the driver.
+
+        Raises:
+            ValueError: a model that the shared-prefix path does not support, or with trl's value head.
+        """
+        super().validate(n_gpus, train_batch_size)
+        if self.prefix.schedule == "stock":
+            return
+        from transformers import AutoModelForTokenClassification
+
+        from verl_prefix.models.support import check_supported
+
+        hf_config = self.model.hf_config
+        check_supported(hf_config, "critic.model")
+        key, size = "critic.fsdp.ulysses_sequence_parallel_size", self.engine.ulysses_sequence_parallel_size
+        check_sequence_parallel(key, size, n_gpus, self.model, "critic.model")
+        check_dealt(key, size, hf_config)
+        auto = AutoModelForTokenClassification
+        is_remote = self.model.trust_remote_code and auto.__name__ in (getattr(hf_config, "auto_map", None) or {})
+        refuse_value_head(not (type(hf_config) in auto._model_mapping or is_remote), self.model)
+
+
+def refuse_value_head(wrong: object, model_config: Any) -> None:
+    """Refuses trl's value head, which verl puts on models without a class of token classes."""
+    refuse(
+        wrong,
+        f"critic.model.path={model_config.path}: transformers has no token classification of this "
+        f"{model_config.hf_config.model_type} model, and trl's value head (v_head), which verl takes instead, does not "
+        f"share prefixes; set {VERLS_CRITIC}",
+    )

@@ -29,8 +29,11 @@ def is_varlen(attn_implementation: str) -> bool:
     return "flash" in attn_implementation or "varlen" in attn_implementation  # of tests, on a CPU
 
 
-def check_sequence_parallel(key: str, size: int, n_gpus: int, model_config: Any) -> None:
-    """Refuses a number of ranks that share a row, by the key that sets it, if it cannot work on these GPUs.
+def check_sequence_parallel(
+    key: str, size: int, n_gpus: int, model_config: Any, model: str = "actor_rollout_ref.model"
+) -> None:
+    """Refuses a number of ranks that share a row, by the key that sets it, if it cannot work on these GPUs. model: the
+    key of the model's section.
 
     Raises:
         ValueError: naming the key and what to set.
@@ -39,7 +42,7 @@ def check_sequence_parallel(key: str, size: int, n_gpus: int, model_config: Any)
         return
     refuse(n_gpus % size, f"{key}={size} does not divide {n_gpus} GPUs; set a divisor of them")
     pads = model_config and not model_config.get("use_remove_padding")
-    refuse(pads, f"{key}={size} needs actor_rollout_ref.model.use_remove_padding=True; set it")
+    refuse(pads, f"{key}={size} needs {model}.use_remove_padding=True; set it")
 
 
 def check_dealt(key: str, size: int, hf_config: Any, before: int = 1) -> None:
@@ -88,9 +91,8 @@ def refuse_absent_options(model_config: Any, title: str, adapters: str) -> None:
     )
 
 
-def warn_of_replaced_options(model_config: Any) -> None:
-    """Warns of `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that the shared-prefix path replaces."""
-    key = "actor_rollout_ref.model"
+def warn_of_replaced_options(model_config: Any, key: str = "actor_rollout_ref.model") -> None:
+    """Warns of options of a model (DictConfig or HFModelConfig; `key`) that the shared-prefix path replaces."""
     if model_config.get("enable_activation_offload"):
         # It counts forwards of layers, which prefixes, waves and chunks of logits change.
         warn_once(

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
-from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.losses import ppo_loss, value_loss
 
 from verl_prefix.config.actor import LOSSES_OF_ROWS, SKIPS, gradient_without_advantage
 from verl_prefix.engine.rows import BatchRows, select_rows
@@ -20,10 +20,16 @@ logger = logging.getLogger(__name__)
 
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
+VALUES = "values"  # what stands for the mode of a critic's loss
+
 
 def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
-    """`loss_mode` where the loss is verl's own, of rows; None for any other, even one under verl's name."""
-    if not isinstance(loss, functools.partial) or loss.func is not ppo_loss or "config" not in loss.keywords:
+    """`loss_mode` of a loss that is verl's own, of rows, or `VALUES`; None of any other, even one under verl's name."""
+    if not isinstance(loss, functools.partial) or "config" not in loss.keywords:
+        return None
+    if loss.func is value_loss:  # of every token by itself, summed by agg_loss
+        return VALUES
+    if loss.func is not ppo_loss:
         return None
     mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
     is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
@@ -43,8 +49,8 @@ class Loss:
         fields: floats that a loss which is not verl's reads besides outputs; None: all of the batch.
 
     Attributes:
-        is_verls: whether it is one of `LOSSES_OF_ROWS`, which read only tokens whose response_mask is 1.
-        is_unknown: whether it is not one of `LOSSES_OF_ROWS`, and may read what does not travel.
+        is_verls: whether it is one of `LOSSES_OF_ROWS`, or a critic's, which read only tokens whose response_mask is 1.
+        is_unknown: whether it is none of these, and may read what does not travel.
     """
 
     def __init__(self, function: LossFunction | None, fields: Set[str] | None = None) -> None:
@@ -58,7 +64,10 @@ class Loss:
         # What loss and outputs are made of apart from tokens, so that a NaN can come from it. None: all fields.
         # Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>.
         self._fields = {"temperature"} if function is None else fields
-        if isinstance(function, functools.partial) and mode is not None:
+        self._of_values = mode == VALUES
+        if self._of_values:
+            self._fields = {"response_mask", "values", "returns"}
+        elif isinstance(function, functools.partial) and mode is not None:
             read = {"temperature", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"}
             read |= {"ref_log_prob"} if function.keywords["config"].use_kl_loss else set()
             self._fields = read - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
@@ -76,8 +85,9 @@ class Loss:
 
     def reads_masked(self, data: TensorDict) -> bool:
         """Whether outputs count where response_mask is 0. They do in a user's loss. They also do where something that
-        the loss reads is not finite, since in stock a masked NaN spoils the update, too."""
-        if not self.is_verls or not {"response_mask", "old_log_probs"} <= set(data.keys()):
+        the loss reads is not finite, since in stock a masked NaN spoils the update, too. Of a critic all count: its
+        head costs nothing."""
+        if not self.is_verls or self._of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 

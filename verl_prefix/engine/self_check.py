@@ -2,8 +2,8 @@
 
 All figures are in units of noise: how far ours is off, over how far rounding alone moves the result.
 
-- log-probs, which see everything (positions, layout, hook-up), against the stock path; the unit is how far the stock
-  path moves when the outputs of attention and of recurrent mixers are rounded differently.
+- log-probs, or a critic's values, which see everything (positions, layout, hook-up), against the stock path; the unit
+  is how far the stock path moves when the outputs of attention and of recurrent mixers are rounded differently.
 - every layer's attention output, of a few queries of each segment, against dense float64 attention on the same keys
   and values; the unit is what the rounding of probabilities and output to the model's dtype does, and of a log-sum-exp
   to fp32. In bf16 this sees errors of one percent in the kernel, which log-probs of a bf16 model hide.
@@ -51,6 +51,7 @@ class Verdict(NamedTuple):
     key: Hashable
     gradients: float
     part: str
+    outputs: str = "log-probs"  # what `log_probs` is of
 
     @property
     def missed(self) -> bool:
@@ -63,7 +64,7 @@ class Verdict(NamedTuple):
 
     def __str__(self) -> str:
         text = (
-            f"log-probs differ from the stock path's by {self.log_probs:.3g} times rounding noise (at most "
+            f"{self.outputs} differ from the stock path's by {self.log_probs:.3g} times rounding noise (at most "
             f"{MAX_LOG_PROBS:g}), attention of layer {self.layer} from dense float64 by {self.attention:.3g} times (at "
             f"most {MAX_ATTENTION:g})"
         )

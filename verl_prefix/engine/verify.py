@@ -107,9 +107,10 @@ class Verification:
                     f"{message}, or actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
                 )
             self.failure = Stock(f"the self-check missed: {message}")
-        figures = {name: getattr(verdict, name) for name in ("log_probs", "attention", "recurrence", "gradients")}
+        figures = {name: getattr(verdict, name) for name in ("attention", "recurrence", "gradients")}
         if not self._backend.shape.recurrent_layers:
             del figures["recurrence"]
+        figures[verdict.outputs.replace("-", "_")] = verdict.log_probs
         metrics = {f"prefix/verify_{name}": value for name, value in figures.items()}
         return metrics | {"timing_s/prefix_verify": time.perf_counter() - start}
 
@@ -123,8 +124,9 @@ class Verification:
         repeated = group.rows[-1:] * (int(most) - len(group.rows))
         rows, rows_alone = batch.select(group.rows), batch.select([*group.rows, *repeated])
         group = group.renumbered({row: place for place, row in enumerate(group.rows)})
-        lens = rows.response_lens
-        flags = dict(calculate_entropy=False, calculate_sum_pi_squared=False, return_model_output=True)
+        lens, flags = rows.response_lens, dict(calculate_entropy=False, calculate_sum_pi_squared=False)
+        (name,) = backend.output_names(flags)
+        flags["return_model_output"] = True
         for chosen in (rows, rows_alone):  # repeated rows count for nothing
             tu.assign_non_tensor(chosen.data, **flags)
             weights = [float(i < len(lens)) / len(lens) for i in range(len(chosen))]
@@ -134,8 +136,8 @@ class Verification:
         def responses(output: dict) -> torch.Tensor:
             if not backend.ranks.has_outputs:
                 return torch.zeros(0)
-            log_probs = output["model_output"]["log_probs"].unbind()[: len(lens)]
-            return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
+            outputs = output["model_output"][name].unbind()[: len(lens)]
+            return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(outputs, lens, strict=True)])
 
         forward_only = backend.has_no_updates  # then no gradient differs from zero
 
@@ -158,7 +160,8 @@ class Verification:
         own = (verdict.attention, verdict.layer), (verdict.recurrence, verdict.key)
         torch.distributed.all_gather_object(worst, own)
         (attention, layer), (recurrence, key) = (max(c, key=lambda one: one[0]) for c in zip(*worst, strict=True))
-        return verdict._replace(attention=attention, layer=layer, recurrence=recurrence, key=key)
+        found = verdict._replace(attention=attention, layer=layer, recurrence=recurrence, key=key)
+        return found._replace(outputs=name.replace("_", "-"))
 
     def _checkable(self, batch: BatchRows, groups: Sequence[Group]) -> Sequence[Group]:
         """Groups to choose from, of which every rank has one. Their stock passes run a vision tower equally often on
@@ -179,9 +182,9 @@ class Verification:
 
 def _falling_loss(model_output: dict, data: TensorDict, **_: object) -> tuple[torch.Tensor, dict]:
     """A loss to compare gradients by: the first tokens of a response, which read most of their prefix, count most."""
-    log_probs, loss = model_output["log_probs"], 0.0 * model_output["log_probs"].values().sum()
-    lens = BatchRows(data).response_lens
-    for row, length, weight in zip(log_probs.unbind(), lens, data["verify_weight"], strict=True):
+    outputs = next(iter(model_output.values()))
+    lens, loss = BatchRows(data).response_lens, 0.0 * outputs.values().sum()
+    for row, length, weight in zip(outputs.unbind(), lens, data["verify_weight"], strict=True):
         falling = 1 / torch.arange(1, length + 1, device=row.device)
         loss = loss - weight * (row[len(row) - length - 1 : len(row) - 1] * falling).sum()
     return loss, {}

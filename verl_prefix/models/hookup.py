@@ -85,7 +85,7 @@ AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(grouped_atten
 
 
 class HookedModel:
-    """A `core.forward.Model` for a Hugging Face causal LM, or its FSDP2 root.
+    """A `core.forward.Model` for a Hugging Face causal LM, or a model of token classes (a critic), or its FSDP2 root.
 
     Attributes:
         model: every forward enters through it, so that its hooks run.
@@ -144,7 +144,7 @@ class HookedModel:
         """
         calls = attention_pass.num_calls
         lm_head = self.model.get_output_embeddings()
-        whole = self._needs_all_logits(lm_head, outputs)
+        whole = lm_head is None or self._needs_all_logits(lm_head, outputs)
         inputs = self.inputs(input_ids, position_ids, attention_pass)
         with self.expert_loads.counting(attention_pass, head_tokens.device), ExitStack() as stack:
             if not whole:
@@ -177,8 +177,12 @@ class HookedModel:
         Raises:
             RuntimeError: a vision model has a forward of others, which `vision.forward` would replace.
         """
+        logits: torch.Tensor
+        if self.model.get_output_embeddings() is None:  # a head of one class costs next to nothing on all tokens
+            logits = self.model(**inputs).logits[:, keep]
+            return logits
         if (seeing := vision.vision_model(self.model)) is None:
-            logits: torch.Tensor = self.model(**inputs, logits_to_keep=keep).logits
+            logits = self.model(**inputs, logits_to_keep=keep).logits
             return logits
         if elsewhere := written_elsewhere(seeing.forward):
             raise RuntimeError(

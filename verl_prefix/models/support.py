@@ -138,10 +138,11 @@ def num_experts(text: PretrainedConfig) -> int:
     return next((count for count in counts if count), 0)
 
 
-def check_supported(config: PretrainedConfig) -> None:
-    """Raises ValueError where the shared-prefix path would not compute what the stock path computes."""
+def check_supported(config: PretrainedConfig, key: str = "actor_rollout_ref.model") -> None:
+    """Raises ValueError where the shared-prefix path would not compute what the stock path computes. key: that of the
+    model's section."""
     if reasons := unsupported_reasons(config):
-        off = [f"+actor_rollout_ref.model.override_config.{name}=0.0" for name in dropouts(config)]
+        off = [f"+{key}.override_config.{name}=0.0" for name in dropouts(config)]
         told = "Stock trains with this dropout, but here rows of a group would share its mask; turn it off with "
         raise ValueError(
             f"shared-prefix training does not support this {config.model_type} model: {'; '.join(reasons)}. "
