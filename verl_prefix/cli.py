@@ -1,6 +1,7 @@
 """The `verl-prefix` command: reads the command line, nothing else; each subcommand has a module of its own."""
 
 import argparse
+import importlib.util
 import logging
 import math
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from verl_prefix.tools import doctor
-from verl_prefix.versions import installed_version
+from verl_prefix.versions import INSTALL, installed_version
 
 EXAMPLES = """\
 examples:
@@ -290,6 +291,16 @@ def _long(words: list[str]) -> list[str]:
     return [re.sub(r"^-c([pn])(?=$|=)", lambda match: names[match[1]], word) for word in words]
 
 
+def _missing(error: ModuleNotFoundError, command: Callable[[argparse.Namespace], int]) -> str:
+    """What to install where a command's import fails; of our own modules the error goes on."""
+    name = (error.name or "").partition(".")[0]
+    if name == "verl_prefix":
+        raise error
+    if command is not _bench and importlib.util.find_spec("verl") is None:
+        return f"verl is not installed here: {INSTALL}"
+    return f"{name} is not installed here: pip install {name}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `verl-prefix`; the return value is the exit code."""
     parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.", epilog=EXAMPLES)
@@ -317,10 +328,11 @@ def main(argv: list[str] | None = None) -> int:
 
             _, arguments.words = plan.parse_known_args(_long(expanded(words)), arguments)
         return arguments.run(arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         if arguments.run is _doctor:  # the traceback is what it is for
             raise
-        print(f"verl-prefix {argv[0]}: {' '.join(str(error).split())}", file=sys.stderr)
+        told = _missing(error, arguments.run) if isinstance(error, ModuleNotFoundError) else str(error)
+        print(f"verl-prefix {argv[0]}: {' '.join(told.split())}", file=sys.stderr)
         return 2  # 1 is for a tolerance that does not hold
 
 

@@ -7,6 +7,7 @@ module imports the standard library alone, since it must work where verl does no
 
 import functools
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import platform
@@ -26,6 +27,7 @@ TESTED_MEGATRON = ("0.16.1",)  # of megatron-core
 OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
 TESTED_TRANSFORMERS = (5, 6), (5, 24)  # the first and the last release; all between them are let in
 OVERRIDE_TRANSFORMERS = "VERL_PREFIX_ALLOW_UNTESTED_TRANSFORMERS"
+INSTALL = "run pip install . in a clone of this package"
 COMMIT = "VERL_PREFIX_COMMIT"  # the commit of a copy of this code that is neither installed nor a checkout
 
 
@@ -161,10 +163,11 @@ def device_name(device: str | None = None) -> str:
     Args:
         device: "cuda" or "cpu"; None: the GPU where there is one.
     """
-    import torch
+    if device != "cpu" and importlib.util.find_spec("torch"):
+        import torch
 
-    if device == "cuda" or (device is None and torch.cuda.is_available()):
-        return torch.cuda.get_device_name()
+        if device == "cuda" or torch.cuda.is_available():
+            return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
     return cpu[1] if cpu else platform.machine()

@@ -1,6 +1,7 @@
 """The command line: what is wrong with it is said before anything slow is imported."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -106,6 +107,32 @@ def test_wrong_words_are_said_before_anything_slow_is_imported(files) -> None:
         command, input="\n".join(WRONG), cwd=files, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+NO_VERL = "verl is not installed here: run pip install . in a clone of this package\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "out", "err"),
+    [
+        ("doctor", 1, f"FAIL {NO_VERL}", ""),
+        ("plan a=1", 2, "", f"verl-prefix plan: {NO_VERL}"),
+        ("plan --simulate --json python3 -m verl.trainer.main_ppo a=1", 2, "", f"verl-prefix plan: {NO_VERL}"),
+        ("ab --trace .", 2, "", f"verl-prefix ab: {NO_VERL}"),
+        ("ab --synthetic 9,4,2 --model m", 2, "", f"verl-prefix ab: {NO_VERL}"),
+        ("ab --runs junk.json file", 2, "", f"verl-prefix ab: {NO_VERL}"),
+        ("bench --grid tiny", 2, "", "verl-prefix bench: torch is not installed here: pip install torch\n"),
+    ],
+)
+def test_where_verl_is_not_installed_one_line_says_what_installs_it(files, words, code, out, err) -> None:
+    """Python without its packages (-S) has none but its own."""
+    command = [sys.executable, "-S", "-m", "verl_prefix.cli", *words.split()]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=files, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+    if words == "doctor":
+        done = subprocess.run([*command, "--json"], env=env, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 1 and json.loads(done.stdout)["verdict"] == NO_VERL.strip()
 
 
 def test_no_command_of_the_repository_takes_half_an_option() -> None:

@@ -17,14 +17,11 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from packaging.requirements import Requirement
-
 from verl_prefix.config.engines import ENGINES, Engine
 from verl_prefix.tools.report import provenance
-from verl_prefix.versions import installed_version, moving_verl, untested_transformers, untested_verl
+from verl_prefix.versions import INSTALL, installed_version, moving_verl, untested_transformers, untested_verl
 
 PACKAGE = "verl-prefix"
-INSTALL = "run pip install . in a clone of this package, which is on no index"
 PLUGIN = "prefix"
 VERSIONS = (
     "verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn",
@@ -49,7 +46,7 @@ class Finding(NamedTuple):
 
 
 class _Broken(Exception):
-    """A module does not load; `__cause__` is its own error."""
+    """A module does not load; `__cause__` is its own error, None where the module is not there."""
 
 
 def _required(problem: str | None, line: str) -> Finding:
@@ -66,6 +63,10 @@ def _load(module: str, headline: str) -> Any:
 
 
 def _check_versions() -> Iterator[Finding]:
+    if importlib.util.find_spec("verl") is None:
+        raise _Broken(f"verl is not installed here: {INSTALL}")
+    from packaging.requirements import Requirement
+
     lines = importlib.metadata.requires(PACKAGE) or [] if installed_version(PACKAGE) else []
     wanted = [r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate({"extra": ""})]
     ranges = {requirement.name.lower(): requirement for requirement in wanted}
@@ -264,12 +265,13 @@ def doctor(as_json: bool = False) -> int:
             verdict = _verdict(sum(finding.state == "FAIL" for finding in findings))
     except Exception as error:  # a report of what is broken must say so, whatever it is
         verdict = str(error) if isinstance(error, _Broken) else f"{type(error).__name__}: {error}"
-        findings.append(Finding("FAIL", verdict, traceback.format_exc()))
+        cause = error.__cause__ if isinstance(error, _Broken) else error
+        findings.append(Finding("FAIL", verdict, traceback.format_exc() if cause else None))
         if not as_json:
             print(_shown(findings[-1]._replace(advice=None)), flush=True)
-            if isinstance(error, _Broken):
-                raise error.__cause__ from None  # type: ignore[misc]
-            raise
+            if cause is None:
+                return 1
+            raise cause from None
     if as_json:
         report = {"verdict": verdict, "findings": [finding._asdict() for finding in findings]}
         print(json.dumps(provenance("verl_prefix.doctor/1") | report, indent=1))

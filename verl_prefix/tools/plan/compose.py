@@ -59,7 +59,7 @@ def compose_config(config_name: str, words: list[str], config_path: str = CONFIG
 def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:
     verl = importlib.util.find_spec("verl")  # found, not imported
     if verl is None or verl.origin is None:
-        raise PlanError("verl is not installed here, and its configs are needed: pip install verl==0.9.1")
+        raise ModuleNotFoundError(name="verl")
     trainer = (Path(verl.origin).parent / "trainer").resolve()
     folder = Path(os.path.realpath(trainer / config_path))
     if folder.is_relative_to(trainer.parent / "experimental"):  # which finds verl's other files in its clone alone
