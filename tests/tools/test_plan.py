@@ -220,6 +220,7 @@ def test_verls_offload_of_activations_is_said_to_be_off(folder):
 def test_a_whole_command_is_planned_as_its_overrides_are(monkeypatch, start, options, name):
     found = []
     monkeypatch.setattr(compose, "_compose", lambda *arguments: found.append(arguments))
+    monkeypatch.setattr(compose, "model_engine", lambda *_: "dp")
     words = [*start.split(), "a.b=1", *options.split(), "+c=[1,2]", "~d", "\\", " ", "$@"]
     # Nothing is composed.
     assert cli.main(["plan", "--shares", "update=0.5", *words, "--response-lengths", "20"]) == 2
@@ -257,7 +258,7 @@ def test_a_veomni_command_is_planned_on_its_engine(folder):
     words = ["model_engine=veomni", "trainer.n_gpus_per_node=4"]
     alone, shared = build(folder, *words), build(folder, *words, f"{veomni}.ulysses_parallel_size=2")
     assert alone["unsupported"] == [] == shared["unsupported"]
-    assert "add model_engine=prefix_veomni" in alone["verdict"]
+    assert ": this trains with veomni: set model_engine=prefix_veomni" in alone["verdict"]
     assert shared["groups_per_rank_and_mini_batch"]["mean"] == 2 * alone["groups_per_rank_and_mini_batch"]["mean"]
     assert shared["resident_gib"] == alone["resident_gib"] == build(folder, "trainer.n_gpus_per_node=4")["resident_gib"]
     replicas = build(folder, *words, f"{veomni}.fsdp_size=2")
@@ -266,6 +267,41 @@ def test_a_veomni_command_is_planned_on_its_engine(folder):
     assert half["resident_gib"] == pytest.approx(alone["resident_gib"] / 2)
     (reason,) = build(folder, *words, f"{veomni}.router_replay.mode=R2")["unsupported"]
     assert f"{veomni}.router_replay.mode=R2" in reason
+
+
+def test_a_config_of_the_users_own_says_which_engine_it_trains_with(tmp_path):
+    searchpath = "hydra: {searchpath: ['pkg://verl.trainer.config']}"
+    for name, engine in (("mine", "megatron"), ("titan", "torchtitan")):
+        lines = searchpath, f"defaults: [ppo_trainer, {{override model_engine: {engine}}}, _self_]"
+        (tmp_path / f"{name}.yaml").write_text("\n".join(lines))
+    assert compose.model_engine("mine", [], str(tmp_path)) == "megatron"
+    assert compose.model_engine("mine", ["model_engine=dp"], str(tmp_path)) == "dp"
+    assert engine_of(compose.compose_config("mine", [], str(tmp_path)).actor_rollout_ref.actor) is MEGATRON
+    with pytest.raises(options.Unsupported, match="this trains with torchtitan"):
+        compose.model_engine("titan", [], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("model_engine=torchtitan", "torchtitan"), ("model_engine='automodel'", "automodel"),
+        ("actor_rollout_ref.actor.strategy=torchtitan", "torchtitan"),
+        ("actor_rollout_ref.actor.torchtitan.tensor_parallel_size=2", "torchtitan"),
+    ],
+)  # fmt: skip
+def test_an_engine_of_verls_on_which_nothing_is_shared_is_said_to_be_one(folder, capsys, words, name):
+    assert cli.main(["plan", *overrides(folder, words)]) == 1
+    line = f"Not supported: this trains with {name}; prefixes are shared under model_engine=dp, veomni, megatron\n"
+    assert capsys.readouterr().out == line
+    assert cli.main(["plan", "--json", *overrides(folder, words)]) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"] == line.strip()
+
+
+def test_what_is_set_is_not_told_again(folder):
+    assert "set model_engine=prefix" in built_as_it_is(folder)["verdict"]
+    assert build(folder, "model_engine=prefix")["verdict"].endswith("GiB (h100)")
+    stock = build(folder, "+model_engine=prefix", f"{PREFIX}.schedule=stock")["verdict"]
+    assert stock.endswith(f"(h100): set {PREFIX}.schedule=auto")
 
 
 SCRIPT = """
@@ -286,6 +322,7 @@ python3 -m verl.trainer.main_ppo second=1 > second.log
 def test_a_script_or_a_quoted_command_is_planned_and_not_run(monkeypatch, tmp_path):
     composed = []
     monkeypatch.setattr(compose, "_compose", lambda *arguments: composed.append(arguments))
+    monkeypatch.setattr(compose, "model_engine", lambda *_: "dp")
     monkeypatch.chdir(tmp_path)
     Path("train.sh").write_text(SCRIPT)
     monkeypatch.setenv("P", "5")
@@ -449,7 +486,7 @@ PREFIX = f"{ACTOR}.prefix"
             "--shares update=0.5,old=0.1",
             "Worth it: update {update:.2f}x, step {step:.2g}x, fits in {needed:.3g} of 80 ",
         ),
-        ("+platform=cpu --shares update=0.5", "Worth it: update {update:.2f}x, step {step:.2g}x: add model_engine"),
+        ("+platform=cpu --shares update=0.5", "Worth it: update {update:.2f}x, step {step:.2g}x: set model_engine"),
     ],
 )
 def test_the_first_line_is_the_verdict(folder, capsys, tmp_path, words, first):
@@ -532,10 +569,13 @@ def test_a_config_of_the_users_own_composes(folder, tmp_path):
     )
 
 
-def test_rows_of_one_response_are_a_warning(folder, capsys):
-    assert cli.main(["plan", *overrides(folder, "actor_rollout_ref.rollout.n=1")]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
-    assert "rollout.n=1: a prompt has one response, nothing to share; set 2 or more" in line
+def test_one_response_has_one_verdict_and_no_advice_to_sample_more(folder, capsys):
+    for more in ([], ["algorithm.adv_estimator=gae"]):
+        assert cli.main(["plan", *overrides(folder, f"{ROLLOUT}.n=1", f"{PREFIX}.exchange=off", *more)]) == 0
+        verdict, *told = capsys.readouterr().out.splitlines()
+        assert verdict.startswith("Nothing is shared (a prompt has one response), but lm_head skips prompts: update 1.")
+        assert not any("n=1" in line or line.startswith("warning: ") for line in told)
+    assert build(folder, f"{ROLLOUT}.n=1", f"{PREFIX}.trees=batch")["verdict"].startswith("Worth it: ")
 
 
 def test_what_tears_prompts_apart_is_priced_and_warned_of(folder, capsys):
@@ -556,7 +596,8 @@ def test_what_tears_prompts_apart_is_priced_and_warned_of(folder, capsys):
     torn, whole = (build(folder, *more, responses=None) for more in ((sync,), ()))
     assert whole["notes"] == [] and whole["tokens"]["ratio"] > torn["tokens"]["ratio"]
     assert whole["speedup"]["update"] > torn["speedup"]["update"]
-    assert line.endswith("set trainer.v1.trainer_mode=prefix_sync")
+    slower = whole["speedup"]["update"] / torn["speedup"]["update"] - 1
+    assert line.endswith(f": an update takes {slower:.0%} longer; set trainer.v1.trainer_mode=prefix_sync")
     (said,) = whole["assumed"]
     assert said.startswith("response lengths are drawn around 16 tokens with a deviation of 8, from 1 to 32")
     assert f"assumed: {said}" in told
@@ -856,7 +897,8 @@ def test_mini_batches_that_count_rows_are_warned_of(folder):
     assert whole["speedup"]["update"] > 1.1 * torn["speedup"]["update"]
     assert torn["notes"] == [
         "actor_rollout_ref.actor.ppo_mini_batch_size=4 counts rows: a step makes 8 updates, between which sessions are "
-        "torn; set actor_rollout_ref.actor.prefix.mini_batches=prompts and trainer.v1.trainer_mode=prefix_sync"
+        f"torn: an update takes {whole['speedup']['update'] / torn['speedup']['update'] - 1:.0%} longer; set "
+        "actor_rollout_ref.actor.prefix.mini_batches=prompts and trainer.v1.trainer_mode=prefix_sync"
     ]
     prompts = built("actor_rollout_ref.actor.prefix.mini_batches=prompts")
     assert prompts["updates"] == 2 and prompts["notes"] == []
@@ -925,7 +967,14 @@ def test_train_files_are_json_too(data):
         ("data.prompt_key=question", "has columns ['prompt']; set data.prompt_key"),
         ("data.max_prompt_length=5", "every prompt is longer"),
         ("data.train_batch_size=7", "make the batch a multiple"),
-        ("actor_rollout_ref.nonsense=1", "do not compose"),
+        ("actor_rollout_ref.nonsense=1", "actor_rollout_ref.nonsense is no key of this config"),
+        ("data.train_file=x", "data.train_file is no key of this config; the nearest is data.train_files"),
+        ("train_batch_size=8", "train_batch_size is no key of this config; the nearest is data.train_batch_size"),
+        (f"{PREFIX}.schedul=auto", f"{PREFIX}.schedul is no key of this config; the nearest is {PREFIX}.schedule"),
+        (f"{ACTOR}.megatron.x=2", f"{ACTOR}.megatron.x is of verl's Megatron engine; set model_engine=megatron"),
+        (f"model_engine=veomni {ACTOR}.fsdp_config.x=2", "is of verl's FSDP2 engine; set model_engine=dp"),
+        ("model_engine=bogus", "model_engine=bogus is none of verl's; set one of dp, veomni, megatron"),
+        ("+algorithm.adv_estimator=grpo", "the overrides do not compose: Could not append to config. An item is"),
         ("actor@actor_rollout_ref.actor=dp_actor", "verl.workers.config.FSDPActorConfig, and model_engine=prefix"),
         ("--config-name=nope", "Cannot find primary config 'nope'"),
         ("--config-path=/none", "config directory '/none' exists"),
@@ -978,7 +1027,7 @@ assert code == 2 and not slow, (code, slow)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("actor_rollout_ref.nonsense=1", "do not compose"),
+        ("actor_rollout_ref.nonsense=1", "actor_rollout_ref.nonsense is no key"),
         ("data.train_files=/nowhere.parquet", "/nowhere.parquet is not a file here; copy it"),
         ("actor_rollout_ref.model.path=/none", "model.path=/none cannot be read here (nothing is there)"),
         pytest.param(

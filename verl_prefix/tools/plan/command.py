@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_prefix.files import write_whole
 from verl_prefix.tools.plan.compose import read_command
-from verl_prefix.tools.plan.options import Options
+from verl_prefix.tools.plan.options import Options, Unsupported
 from verl_prefix.tools.report import provenance, show
 
 SCHEMA = "verl_prefix.plan/2"  # 1: `verdict` was about prefix.trees alone
@@ -24,7 +24,10 @@ def build(options: Options) -> dict[str, Any]:
     Raises:
         PlanError: something that the report needs is missing or does not fit.
     """
-    asked = read_command(options)
+    try:
+        asked = read_command(options)
+    except Unsupported as error:
+        return {"unsupported": [str(error)], "verdict": f"Not supported: {error}", "notes": []}
     from verl_prefix.tools.plan.figures import figures
 
     return figures(asked)

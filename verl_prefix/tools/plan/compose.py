@@ -6,8 +6,9 @@ What is wrong with them is said in a second or two; torch and verl take several 
 import contextlib
 import importlib.util
 import os
-import sys
+import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl_prefix.search_path  # noqa: F401  on which model_engine=prefix is found
-from verl_prefix.config.engines import ENGINES, FSDP2, copies_of, engine_named, engine_of
+from verl_prefix.config.engines import ENGINES, copies_of, engine_named, engine_of
 from verl_prefix.files import parse_json
 from verl_prefix.tools.plan.options import (
     CONFIG_NAME,
@@ -27,6 +28,7 @@ from verl_prefix.tools.plan.options import (
     Options,
     PlanError,
     Rollout,
+    Unsupported,
     override_words,
     read_dumps,
 )
@@ -34,19 +36,17 @@ from verl_prefix.tools.plan.options import (
 
 def compose_config(config_name: str, words: list[str], config_path: str = CONFIG_PATH) -> DictConfig:
     """Composes the config of `python -m verl.trainer.main_ppo --config-name=... overrides...`, with our engine
-    of verl's engine: with prefix_veomni where the words say veomni, and with prefix where they say one we have not.
+    of verl's engine (`model_engine`).
 
     Args:
         words: of the command, whatever starts it, or of its overrides alone.
         config_path: folder of the config; a relative one starts at verl/trainer, as in Hydra.
 
     Raises:
-        PlanError: a word is no override, or they do not compose.
+        PlanError: a word is no override, or they do not compose; see also `model_engine`.
     """
-    pairs = [word.lstrip("+").partition("=") for word in override_words(words)]
-    of_name = [engine.verls for engine in ENGINES if f"_{engine.verls}_" in config_name]  # ppo_megatron_trainer
-    engine = engine_named([*of_name, *(value for key, _, value in pairs if key == "model_engine")])
     kept = [word for word in override_words(words) if not word.lstrip("+").startswith("model_engine=")]
+    engine = engine_named([model_engine(config_name, words, config_path)])
     config = _compose(config_name, [*kept, f"model_engine={engine.name}"], config_path)
     if (actor := config.actor_rollout_ref.actor).get("_target_") != engine.target:
         raise PlanError(
@@ -56,19 +56,73 @@ def compose_config(config_name: str, words: list[str], config_path: str = CONFIG
     return config
 
 
-def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:
+def model_engine(config_name: str, words: list[str], config_path: str = CONFIG_PATH) -> str:
+    """The `model_engine` of a command: what its words say last, or its config; verl's name or ours.
+
+    Raises:
+        Unsupported: it is an engine of verl's on which no prefix is shared. PlanError: it is none.
+    """
+    pairs = [word.lstrip("+").partition("=") for word in override_words(words)]
+    values = {key: value.strip("'\"") for key, _, value in pairs}
+    asked = values.get("model_engine", "dp")
+    if "model_engine" not in values and (config_name, config_path) != (CONFIG_NAME, CONFIG_PATH):
+        hydra = _compose(config_name, [], config_path, return_hydra_config=True).hydra
+        asked = hydra.runtime.choices.get("model_engine", asked)
+    known, ours = (_trainer() / "config" / "engine").glob("*.yaml"), [x for e in ENGINES for x in (e.verls, e.name)]
+    others = {path.stem for path in known} - {*ours, "fsdp"}
+    shared = ", ".join(engine.verls for engine in ENGINES)
+    sections = [
+        key.split(".")[2] for key in values if key.count(".") > 2 and key.startswith("actor_rollout_ref.actor.")
+    ]
+    for name in (asked, values.get("actor_rollout_ref.actor.strategy"), *sections):
+        if name in others:
+            raise Unsupported(f"this trains with {name}; prefixes are shared under model_engine={shared}")
+    if asked not in ours:
+        raise PlanError(f"model_engine={asked} is none of verl's; set one of {shared}")
+    return asked
+
+
+def _trainer() -> Path:
     verl = importlib.util.find_spec("verl")  # found, not imported
     if verl is None or verl.origin is None:
         raise ModuleNotFoundError(name="verl")
-    trainer = (Path(verl.origin).parent / "trainer").resolve()
+    return (Path(verl.origin).parent / "trainer").resolve()
+
+
+def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:
+    trainer = _trainer()
     folder = Path(os.path.realpath(trainer / config_path))
     if folder.is_relative_to(trainer.parent / "experimental"):  # which finds verl's other files in its clone alone
         overrides = [f"hydra.searchpath=[file://{trainer / 'config'}]", *overrides]
     try:
         with initialize_config_dir(str(folder), version_base=None):
-            return compose(config_name, overrides=overrides, **options)
+            try:
+                return compose(config_name, overrides=overrides, **options)
+            except HydraException as error:
+                if unknown := re.match("Could not override '(.+)'", str(error)):
+                    engine = [word for word in overrides if word.startswith(("model_engine=", "hydra.searchpath="))]
+                    raise PlanError(_unknown(unknown[1], compose(config_name, overrides=engine))) from error
+                raise
     except HydraException as error:
         raise PlanError(f"the overrides do not compose: {' '.join(str(error).split())}") from error
+
+
+def _unknown(key: str, config: DictConfig) -> str:
+    """What is said of a key that a config does not have: whose it is, or which is nearest."""
+    other = next((engine for engine in ENGINES if f".{engine.section}." in key), None)
+    if other and other is not engine_of(config.actor_rollout_ref.actor):
+        return f"{key} is of verl's {other.title} engine; set model_engine={other.verls}"
+    leaf, keys = key.rpartition(".")[2], list(_keys(OmegaConf.to_container(config), ""))
+    same = [one for one in keys if one.rpartition(".")[2] == leaf]  # in another section
+    near = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, keys, n=1, cutoff=0.9)
+    return f"{key} is no key of this config{''.join(f'; the nearest is {one}' for one in near)}"
+
+
+def _keys(section: Any, above: str) -> Iterator[str]:
+    for name, value in section.items():
+        yield f"{above}{name}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{above}{name}.")
 
 
 def prefix_engine_sources(engine: str) -> tuple[list[str], dict[str, str]]:
@@ -209,11 +263,12 @@ def read_messages(config: DictConfig) -> Messages:
 
 
 class Asked(NamedTuple):
-    """A training command: its config, `messages` of its train files (None: the rollouts may have all that is needed),
-    and `rollouts` of the folder that --response-lengths names."""
+    """A training command: its config, the `engine` that it names (`model_engine`), `messages` of its train files (None:
+    the rollouts may have all that is needed), and `rollouts` of the folder that --response-lengths names."""
 
     options: Options
     config: DictConfig
+    engine: str
     messages: Messages | None
     rollouts: list[Rollout]
 
@@ -236,12 +291,10 @@ def read_command(options: Options) -> Asked:
     """
     folder, name = options.config
     config = compose_config(name, options.overrides, folder)
-    if (engine := engine_of(config.actor_rollout_ref.actor)) is not FSDP2:
-        print(f"note: this trains with {engine.verls}: model_engine={engine.name}", file=sys.stderr)
     check_sizes(config)
     options.check_lengths(config.data.max_response_length)
     rollouts = read_dumps(options.response_lengths) if options.response_lengths and options.has_dump else []
     check_batch(config, several_turns=bool(options.session or rollouts))
     messages = None if rollouts else read_messages(config)
     check_model_paths(config)
-    return Asked(options, config, messages, rollouts)
+    return Asked(options, config, model_engine(name, options.overrides, folder), messages, rollouts)

@@ -7,11 +7,14 @@ passes; and, but by `--simulate`, communication, the optimizer and a vision towe
 is larger than said).
 """
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+from omegaconf import OmegaConf
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.config.engines import slices_of
@@ -37,11 +40,14 @@ from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 
 
 def _predictions(config: Any, work: Work, model: Model) -> tuple[Predictor, dict[str, Predictor], Price]:
-    """Predicted of the command as it is, by each value of prefix.trees, and a function that predicts another config."""
+    """Predicted of the command as it is, by each value of prefix.trees, and a function that predicts it with more
+    overrides."""
     roles = config.actor_rollout_ref
     over = roles.actor.prefix.trees
 
-    def price(other: Any) -> Predictor:
+    @functools.cache
+    def price(*overrides: str) -> Predictor:
+        other: Any = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
         return predict(other.actor_rollout_ref, steps_of(work, other, sizes(other)), model)
 
     trees = {
@@ -50,7 +56,7 @@ def _predictions(config: Any, work: Work, model: Model) -> tuple[Predictor, dict
         if work.with_tokens is not None
     }
     of_level = trees.get(over) if work.turns or over == "batch" else None
-    return of_level or price(config), trees, price
+    return of_level or price(), trees, price
 
 
 def figures(asked: Asked) -> dict[str, Any]:
@@ -91,9 +97,20 @@ def figures(asked: Asked) -> dict[str, Any]:
         path = "phased" + "+offload" * config.actor_rollout_ref.actor.prefix.offload if now.phased else "packed"
         needed = simulation["arms"][path]["peak_gib"]
     return {
-        **judge(config, work, now, trees, price, parts=parts, gpu=options.gpu, limit=limit, needed=needed),
+        **judge(
+            config,
+            work,
+            now,
+            trees,
+            price,
+            engine=asked.engine,
+            parts=parts,
+            gpu=options.gpu,
+            limit=limit,
+            needed=needed,
+        ),
         **refused,
-        "notes": notes(config, work, model, now),
+        "notes": notes(config, work, model, now, price),
         **_of_rows(work),
         **_of_passes(now, trees),
         "speedup": now.gains[now.schedule] | ({"step": step_gain(config, now, parts)} if parts else {}),

@@ -27,6 +27,10 @@ class PlanError(ValueError):
     """The command cannot be planned; the message says what to change."""
 
 
+class Unsupported(PlanError):
+    """What the command runs is not supported, whatever its other options are."""
+
+
 def override_words(words: list[str]) -> list[str]:
     """The overrides of a training command, whatever starts it, or of nothing but them.
 

@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 
 from verl_prefix.config.driver import is_v1
-from verl_prefix.config.engines import engine_of
+from verl_prefix.config.engines import FSDP2, engine_of
 from verl_prefix.tools.plan.predict import Predictor
 from verl_prefix.tools.plan.work import Work, counts_rows, splits_groups
 
 WORTH = 1.02  # what a change must gain to be worth a word
 ROLLOUT = 0.5  # of a stock step, where nobody says what its shares are
 ACTOR = "actor_rollout_ref.actor"
-Price = Callable[[Any], Predictor]  # predicts another config
+Price = Callable[..., Predictor]  # predicts the command with these overrides as well
 
 
 class Change(NamedTuple):
@@ -70,15 +70,15 @@ def is_worth_it(predicted: Predictor) -> bool:
 
 def judge(
     config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price,
-    parts: dict[str, float], gpu: str, limit: float, needed: float,
+    engine: str, parts: dict[str, float], gpu: str, limit: float, needed: float,
 ) -> dict[str, Any]:  # fmt: skip
     """The part of the report that says what to do.
 
     Args:
-        now: predicted of the command. trees: the same by `prefix.trees`. price: predicts another config. parts: see
+        now: predicted of the command. trees: the same by `prefix.trees`. engine: that the command names. parts: see
             `step_gain`. gpu, limit: its name and GiB; infinite without a GPU. needed: GiB of a rank.
     """
-    fits, worth = needed <= limit, is_worth_it(now)
+    fits, worth, over = needed <= limit, is_worth_it(now), config.actor_rollout_ref.actor.prefix.trees
     change = _best_change(config, work, now, trees, price, limit=limit, needed=needed)
     step = f"step {step_gain(config, now, parts):.2g}x"
     if not parts and rollout_is_apart(config):
@@ -87,14 +87,21 @@ def judge(
         step = f"step about {step.removeprefix('step ')} if rollout is half of it"
     gain = f"update {now.gains[path_of(now)]['update']:.2f}x, {step}"
     memory = "" if limit == math.inf else f"{needed:.3g} of {limit:.0f} GiB ({gpu})"
+    is_alone = work.steps[0].size.rollouts == 1 and not work.turns
+    start = "Worth it"
+    if is_alone and over != "batch":
+        start = "Nothing is shared (a prompt has one response), but lm_head skips prompts"
     if not worth:
         verdict = f"Not worth it{' as it is' if change else ''}: {_reason(work, now)}"
     elif not fits:
-        verdict = f"Worth it, but does not fit: {gain}, needs {memory}"
+        verdict = f"{start}, but does not fit: {gain}, needs {memory}"
     else:
-        engine = engine_of(config.actor_rollout_ref.actor)
-        schedule = f" and {ACTOR}.prefix.schedule=auto" if now.schedule == "stock" else ""
-        verdict = f"Worth it: {gain}{memory and f', fits in {memory}'}: add model_engine={engine.name}{schedule}"
+        verdict = f"{start}: {gain}{memory and f', fits in {memory}'}"
+        ours = engine_of(config.actor_rollout_ref.actor)
+        todo = [f"model_engine={ours.name}"] if engine != ours.name else []
+        todo += [f"{ACTOR}.prefix.schedule=auto"] if now.schedule == "stock" else []
+        trains = "" if ours is FSDP2 else f"this trains with {ours.verls}: "
+        verdict += f": {trains}set {' and '.join(todo)}" if todo else ""
     if change:
         do = "Gains most" if fits else f"Fits in {change.needed_gib:.3g} GiB"
         advice = f"{do}: {' '.join(change.overrides)}, update {change.update:.2f}x, not {change.instead_of:.2f}x"
@@ -127,7 +134,7 @@ def _best_change(
     for overrides in _changes(config, work, trees, fits):
         level = overrides[0].partition("prefix.trees=")[2]
         base = trees.get(config.actor_rollout_ref.actor.prefix.trees, trees["off"]) if level else now
-        other = trees[level] if level else price(OmegaConf.merge(config, OmegaConf.from_dotlist(overrides)))
+        other = trees[level] if level else price(*overrides)
         stock = base.seconds["stock"]["update"]
         update, before = (stock / one.seconds[one.schedule]["update"] for one in (other, base))
         gib = needed_gib(other) * needed / needed_gib(now)  # a simulation may have said more, or less
