@@ -424,6 +424,51 @@ def test_a_script_is_read_as_bash_would_expand_it(tmp_path, monkeypatch, text, a
     assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
 
 
+INNER = """HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+{ RUN n=$N m=$M local=$LOCAL f=$HERE/t "$@"; } > log 2>&1""".replace("RUN", RUN)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "M=3 bash {name} a=1",
+        "export M=3; cd sub && sh -x deep.sh a=1",
+        "export M=3\nexec {name} a=1",
+        "M=3 bash -e {quoted} a=1",
+        "export M=3\n  {quoted} a=1 | tee log",
+        'export M=3\nD=sub\nbash "$D/deep.sh" a=1',
+        "bash $0; M=3 bash {name} a=1",
+    ],
+)
+def test_a_script_that_is_called_is_read_with_what_is_exported(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    Path("sub").mkdir()
+    Path("sub/deep.sh").write_text(INNER)
+    name = "sub/deep.sh"
+    Path("run.sh").write_text("export N=7\nLOCAL=9\n" + call.format(name=name, quoted=f'"$(dirname $0)/{name}"'))
+    found = script.expanded(["run.sh"])
+    assert found == [*RUN.split(), "n=7", "m=3", "local=", f"f={tmp_path}/sub/t", "a=1"]
+
+
+def test_our_own_recipe_that_calls_another_is_read():
+    recipes = Path(__file__).resolve().parents[2] / "recipes"
+    command = script.expanded([str(recipes / "run_qwen3_5_9b_fsdp2.sh"), "musique", "trainer.nnodes=2"])
+    assert command[:3] == RUN.split() and "actor_rollout_ref.model.path=Qwen/Qwen3.5-9B" in command
+    assert command[-1] == "trainer.nnodes=2"
+
+
+def test_of_several_trainings_the_first_that_trains_is_taken_and_named(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text(f"{RUN} a=0 trainer.val_only=True\nfor n in 4 8; do {RUN} a=$n; done\n{RUN} a=4")
+    assert script.expanded([str(path)]) == [*RUN.split(), "a=4"]
+    note = (
+        f"note: {path} has 3 training commands, and this is number 2; to plan another, paste it behind verl-prefix plan"
+    )
+    assert capsys.readouterr().err == note + "\n"
+    path.write_text(f"{RUN} a=0 ++trainer.val_only='true'\n" * 2)
+    assert script.expanded([str(path)])[3] == "a=0" and capsys.readouterr().err == ""
+
+
 def test_a_loop_that_sleeps_beside_the_training_costs_no_time(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "SECONDS", 600)
     text = "(while :; do nvidia-smi; sleep 9; done) &\nx=$(sleep 9999; echo 3)\nsleep 9999\n"

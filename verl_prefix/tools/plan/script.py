@@ -16,7 +16,7 @@ from verl_prefix.tools.plan.options import MAIN, PlanError
 
 # Restricted bash starts no program by a path and opens no file to write, and it finds no program in an empty PATH. A
 # script goes on where one is missing, or where `set -e` or `exit` would have ended it. A loop in the background that
-# sleeps ends after twenty rounds.
+# sleeps ends after twenty rounds. A script that it calls is named in the trace, with its environment, and read next.
 PRELUDE = """
 ulimit -t {seconds}
 BASH_XTRACEFD={descriptor}
@@ -32,6 +32,8 @@ source() {{ :; }}
 function . {{ :; }}
 cd() {{ [[ $1 != -- ]] || shift; case $1 in /*) PWD=$1 ;; *) PWD=$PWD/$1 ;; esac; }}
 pwd() {{ echo "$PWD"; }}
+bash() {{ : SCRIPT "$PWD" "$(export -p)" "$@"; }}
+sh() {{ bash "$@"; }}
 dirname() {{ [[ $1 != -- ]] || shift; case $1 in */*) echo "${{1%/*}}" ;; *) echo . ;; esac; }}
 """
 # The end of a block whose output goes to files, { ...; } > log 2>&1: restricted bash would leave the block out.
@@ -40,6 +42,12 @@ TO_FILE = re.compile(
     r"(?:[ \t]*(?:\d*>[>|]?|&>>?)&?[ \t]*(?:\"[^\"\n]*\"|'[^'\n]*'|\$\([^()\n]*\)|[^\s;|&()\"'])+)+",
     re.M,
 )
+# A script that runs in this one's place, or is called by its path, which a restricted bash would not do.
+CALL = re.compile(
+    r"^([ \t]*)(?:exec[ \t]+)?(?:(?:ba)?sh[ \t]+|(?=\"[^\"\n]*\.sh\"|[^\s\"'=#;|&()]+\.sh(?:\s|$)))", re.M
+)
+VAL_ONLY = re.compile(r"\+*trainer\.val_only=['\"]?(?i:true)['\"]?")
+DEEP = 5  # a script that calls itself ends
 SECONDS = 20  # a script that waits for something waits for ever here
 CPU_SECONDS = 1  # so does a loop in the background, which would watch the training
 
@@ -65,18 +73,37 @@ def expanded(words: list[str]) -> list[str]:
         return words
     named = first if is_file else "the quoted command"
     text = first if is_quoted else Path(first).read_text(errors="surrogateescape").replace("\0", "")  # as bash does
-    entries = _trace(text, [] if is_quoted else [str(Path(first).resolve()), *rest], named)
+    calls = _trainings(text, [] if is_quoted else [str(Path(first).resolve()), *rest], named)
+    trains = [words for i, words in enumerate(calls) if words not in calls[:i]]
+    if not trains:
+        raise PlanError(
+            f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written; give "
+            "the words of its training command, key=value ..."
+        )
+    command = next((words for words in trains if not any(map(VAL_ONLY.fullmatch, words))), trains[0])
+    if len(trains) > 1:
+        which = f"{named} has {len(trains)} training commands, and this is number {trains.index(command) + 1}"
+        print(f"note: {which}; to plan another, paste it behind verl-prefix plan", file=sys.stderr)
+    is_used = any(word in command for word in rest)
+    return command if is_used else command + [word for word in rest if "=" in word or word.startswith("~")]
+
+
+def _trainings(text: str, words: list[str], named: str, depth: int = 0) -> list[list[str]]:
+    """The training commands of a script, and of the scripts that it calls; arguments as of `_trace`."""
+    entries, found = _trace(text, words, named), list[list[str]]()
+    _say_what_was_not_read(entries)
     for i, entry in enumerate(entries):
-        if any(name in entry for name in ("main_ppo", "fully_async_main")) and _trains(command := _words(entry)):
-            _say_what_was_not_read(entries)
+        if entry.startswith(": SCRIPT ") and depth < DEEP:
+            _, _, folder, exports, *call = _words(entry) or [""] * 4
+            script, *rest = [*itertools.dropwhile(lambda word: word.startswith("-"), call), ""]
+            if (path := Path(folder, script)).is_file():
+                inner = f"{exports}\nSCRIPT_SOURCE=$0\n{path.read_text(errors='surrogateescape')}"
+                found += _trainings(inner.replace("\0", ""), [str(path.resolve()), *rest[:-1]], str(path), depth + 1)
+        elif any(name in entry for name in ("main_ppo", "fully_async_main")) and _trains(command := _words(entry)):
+            found.append(command)
             if end := next((entry for entry in entries[:i] if re.match(r"exit\b", entry)), None):
                 print(f"note: {named} ends with {end.strip()} before it trains; it was read on", file=sys.stderr)
-            is_used = any(word in command for word in rest)
-            return command if is_used else command + [word for word in rest if "=" in word or word.startswith("~")]
-    raise PlanError(
-        f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written; give the "
-        "words of its training command, key=value ..."
-    )
+    return found
 
 
 def _say_what_was_not_read(entries: list[str]) -> None:
@@ -117,7 +144,9 @@ def _trace(text: str, words: list[str], named: str) -> list[str]:
             prelude.flush()
             environment = {"PATH": "/nonexistent", "BASH_ENV": prelude.name, "PS4": "+ ", "LC_ALL": "C.UTF-8"}
             environment["SCRIPT_SOURCE"] = "".join(words[:1])
-            script = TO_FILE.sub(r"\1", text).replace("BASH_SOURCE", "SCRIPT_SOURCE")  # of a file alone bash sets it
+            script = CALL.sub(r"\1bash ", TO_FILE.sub(r"\1", text)).replace(
+                "BASH_SOURCE", "SCRIPT_SOURCE"
+            )  # of a file alone bash sets it
             script += "\n\nwait"  # behind a last line that ends in a backslash; for a training in the background
             bash = subprocess.Popen(
                 ["/bin/bash", "-r", "-x", "-c", script, *words], env=os.environ | environment, stdin=subprocess.DEVNULL,
