@@ -92,9 +92,10 @@ def test_what_the_critic_cannot_is_refused_by_its_key(model_path, override, want
     assert re.search(wanted, str(raised.value.__cause__ or raised.value)), raised.value
 
 
-def test_a_critic_that_would_get_trls_value_head_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="critic.model.path=.*token classification.*v_head.*critic=dp_critic"):
-        _critic(write_tiny_model(tmp_path / "lfm2", family="lfm2"))
+@pytest.mark.parametrize(("family", "why"), [("lfm2", "token classification of it.*v_head"), ("qwen3_5", "its tower")])
+def test_a_critic_that_would_get_trls_value_head_or_sees_images_is_refused(tmp_path, family, why):
+    with pytest.raises(ValueError, match=f"critic.model.path=.*{why}.*; set critic=dp_critic"):
+        _critic(write_tiny_model(tmp_path / family, family=family))
 
 
 def test_verl_scripts_that_say_fsdp2_still_get_the_prefix_engine():

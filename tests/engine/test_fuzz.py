@@ -2,9 +2,9 @@
 
     make fuzz BATCHES=1000 SEED=1
 
-draws so many (in make test 3, in CI 25, always the same) and adds what it saw to outputs/fuzz.json, unless one failed.
-A failure is shrunk by hypothesis, which prints the case: keep it as an `@example` of the test. Not drawn: CUDA, several
-nodes, Qwen2.5-VL, whose stock attention verl patches for the whole process.
+draws so many (in make test 3, in CI 25, always the same; of critics a third) and adds what it saw to outputs/fuzz.json,
+unless one failed. A failure is shrunk by hypothesis, which prints the case: keep it as an `@example` of the test. Not
+drawn: CUDA, several nodes, Qwen2.5-VL, whose stock attention verl patches for the whole process.
 """
 
 import json
@@ -17,7 +17,18 @@ import broken_states
 import pytest
 from engines import TOLERANCE
 from hypothesis import HealthCheck, example, given, settings
-from random_batches import BATCHES, Again, Case, Prompt, Session, cases_on, errors_of, write_models
+from random_batches import (
+    BATCHES,
+    CRITICS,
+    Again,
+    Case,
+    Prompt,
+    Session,
+    cases_on,
+    errors_of,
+    of_critic,
+    write_models,
+)
 
 REPORT = os.environ.get("FUZZ_REPORT")
 
@@ -46,10 +57,15 @@ def seen(request):
         write_whole(Path(REPORT), json.dumps(report | found, indent=1) + "\n")
 
 
-def test_random_batches_are_computed_as_by_stock(ranks, models, seen):
-    @settings(max_examples=BATCHES, suppress_health_check=[*HealthCheck])
-    @example(Case(1, "qwen3_vl", (Prompt("a", 6, (4, 5)),), 9, 0.0, 0, (("trees", "batch"),)))  # ends in an image
-    @given(case=cases_on([1] * 6 + [2] * 3 + [4] if REPORT else [1, 2]))
+@pytest.mark.parametrize("critic", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["actor", "critic"])
+def test_random_batches_are_computed_as_by_stock(ranks, models, seen, critic):
+    numbers = [1] * 6 + [2] * 3 + [4] if REPORT else [1, 2]
+    in_an_image = Case(1, "qwen3_vl", (Prompt("a", 6, (4, 5)),), 9, 0.0, 0, (("trees", "batch"),))  # it ends
+    in_text = of_critic(in_an_image._replace(family="qwen3"))
+
+    @settings(max_examples=-(-BATCHES // 3) if critic else BATCHES, suppress_health_check=[*HealthCheck])
+    @example(in_text if critic else in_an_image)
+    @given(case=cases_on(numbers, CRITICS).map(of_critic) if critic else cases_on(numbers))
     def run(case: Case) -> None:
         found = ranks(case.ranks, models)(errors_of, case)
         for name, error in ((name, error) for errors, _ in found for name, error in errors.items()):

@@ -34,6 +34,10 @@ FAMILIES = {
     "lfm2": {}, "granitemoehybrid": {}, "bamba": {}, "qwen3_vl": {}, "qwen3_vl_moe": {}, "qwen3_5": {},
     "glm4v_moe": {},
 }  # fmt: skip
+# Families that a critic may have: transformers has token classification of them.
+CRITICS = (
+    "qwen3", "llama", "qwen3 tied", "qwen3 window", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next",
+)  # fmt: skip
 VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v_moe")  # every prompt and some of a session's turns have pixels
 
 
@@ -112,6 +116,13 @@ def cases_on(ranks: list[int], families: Iterable[str] = FAMILIES) -> st.SearchS
         st.sampled_from([0.0, 0.4]), st.integers(0, 99), OPTIONS,
     )  # fmt: skip
     return cases.map(with_ranks_of_a_row).filter(makes_sense)
+
+
+def of_critic(case: Case) -> Case:
+    """The same rows for a critic, without what is the actor's alone."""
+    of_actor = ("dead", "lora_targets", "policy_loss", "use_kl_loss")
+    kept = [one for one in case.options if one[0] not in of_actor and one[1] != "lm_head"]
+    return case._replace(options=(*kept, ("critic", True)))
 
 
 def with_ranks_of_a_row(case: Case) -> Case:
@@ -245,6 +256,10 @@ def _batch(case: Case, path: str, config: Any, options: dict, chosen: slice) -> 
         )
         for name, (scale, shift) in scales.items()
     }
+    if options.get("critic"):
+        of_rows = [torch.randn(2, len(row.response), generator=g) for row, g in zip(rows, noise, strict=True)]
+        # Values as those of the model: where all are clipped there is no gradient to compare.
+        more |= {"values": nested([0.1 * x[0] for x in of_rows]), "returns": nested([x[1] + 1 for x in of_rows])}
     if "dead" in options:
         lives = torch.tensor([number % options["dead"] > 0 for number in numbers])
         more["advantages"] = nested([x * live for x, live in zip(more["advantages"].unbind(), lives, strict=True)])
@@ -343,7 +358,7 @@ def errors_of(
     stock = stock_of(path, case, stock_options(case))
     saved = ours.pop("tokens saved")
     stock.pop("tokens saved")
-    stock |= {f"inferred {name}": stock[name] for name in ("log_probs", "entropy") if name in stock}
+    stock |= {f"inferred {name}": stock[name] for name in ("log_probs", "entropy", "values") if name in stock}
     if "dead" in dict(case.options):  # outputs of the update are not wanted: they would be of every row
         stock = {name: x for name, x in stock.items() if name in ours or name not in ("log_probs", "entropy")}
     assert ours.keys() == stock.keys(), ours.keys() ^ stock.keys()

@@ -307,7 +307,8 @@ class PrefixFSDPValueEngine(PrefixFSDPEngine, FSDPEngineWithValueHead):
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
-        refuse_value_head(hasattr(module, "v_head") and self.prefix_config.schedule != "stock", self.model_config)
+        if self.prefix_config.schedule != "stock":
+            refuse_value_head(hasattr(module, "v_head"), self.model_config)
         return module
 
 

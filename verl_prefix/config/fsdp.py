@@ -131,11 +131,15 @@ class PrefixCriticConfig(FSDPCriticConfig):
         refuse_value_head(not (type(hf_config) in auto._model_mapping or is_remote), self.model)
 
 
-def refuse_value_head(wrong: object, model_config: Any) -> None:
-    """Refuses trl's value head, which verl puts on models without a class of token classes."""
+def refuse_value_head(has_v_head: bool, model_config: Any) -> None:
+    """Refuses models with a tower, and trl's value head, which verl puts on what has no class of token classes."""
+    from verl_prefix.models.vision import is_vision_config
+
+    hf_config, why = model_config.hf_config, "its tower is shared under lm_head alone"
+    if has_v_head:
+        why = "transformers has no token classification of it, so that verl takes trl's value head (v_head)"
     refuse(
-        wrong,
-        f"critic.model.path={model_config.path}: transformers has no token classification of this "
-        f"{model_config.hf_config.model_type} model, and trl's value head (v_head), which verl takes instead, does not "
-        f"share prefixes; set {VERLS_CRITIC}",
+        has_v_head or is_vision_config(hf_config),
+        f"critic.model.path={model_config.path}: a critic of this {hf_config.model_type} model shares no prefixes: "
+        f"{why}; set {VERLS_CRITIC}",
     )
