@@ -402,8 +402,18 @@ def test_mini_batches_of_prompts_are_refused_where_verls_trainer_makes_them(use_
         OmegaConf.resolve(composed(*weighed, "distillation.enabled=True"))
     accepted = options[0], "trainer.v1.trainer_mode=prefix_separate_async", "algorithm.adv_estimator=grpo"
     OmegaConf.resolve(composed(*accepted))
-    with pytest.raises(InterpolationResolutionError, match="mini_batches=prompts is for GRPO .* critic.enable=null"):
-        OmegaConf.resolve(composed(*accepted[:2], "algorithm.adv_estimator=gae"))
+    with_critic = *accepted[:2], "algorithm.adv_estimator=gae"
+    OmegaConf.resolve(composed(*with_critic))
+    for override, wanted in (
+        ("critic=dp_critic", "its own critic's mini-batches by rows.*; set algorithm.*critic.enable=null, or"),
+        ("critic.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=2 is not the actor's 256; set 256, algorithm"),
+        (
+            "critic.fsdp.ulysses_sequence_parallel_size=2",
+            "ulysses_sequence_parallel_size=2 is not the actor's 1; set 1",
+        ),
+    ):
+        with pytest.raises(InterpolationResolutionError, match=f"mini_batches=prompts, and .*{wanted}"):
+            OmegaConf.resolve(composed(*with_critic, override))
 
 
 def test_separate_async_without_servers_on_the_trainers_gpus_is_refused_where_verl_fails_at_it(monkeypatch):

@@ -9,7 +9,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix.config import megatron, veomni
 from verl_prefix.config.actor import SKIPS, WEIGHTS
-from verl_prefix.config.engines import FSDP2, VEOMNI, copies_of, engine_of, slices_of
+from verl_prefix.config.engines import CRITIC, FSDP2, VEOMNI, copies_of, engine_of, slices_of
 from verl_prefix.config.model import (
     check_dealt,
     check_sequence_parallel,
@@ -70,11 +70,19 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
         f"trainer.v1.trainer_mode={mode} is for verl.trainer.main_ppo with trainer.use_v1=true; remove it, since "
         "mini-batches keep prompts whole here without it, or use that trainer",
     )
-    refuse(
-        by == "prompts" and need_critic(config),
-        f"{key}=prompts is for GRPO and the like: verl cuts a critic's mini-batches by rows, some of which would be "
-        f"padding alone; set algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows",
-    )
+    why = by == "prompts" and need_critic(config) and _cut_otherwise(config)
+    refuse(why, f"{key}=prompts, and {why} algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows")
+
+
+def _cut_otherwise(config: DictConfig) -> str:
+    """Why a critic's mini-batches would not be the actor's, and what to set; "": they are."""
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    if critic.get("_target_") != CRITIC.target:
+        return "verl cuts its own critic's mini-batches by rows, some of which would be padding alone; set"
+    pairs = {"critic.ppo_mini_batch_size": (critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)}
+    pairs[f"critic.fsdp.{CRITIC.slices}"] = CRITIC.size(critic, CRITIC.slices), copies_of(actor)
+    differ = (f"{key}={ours} is not the actor's {its}; set {its}," for key, (ours, its) in pairs.items() if ours != its)
+    return next(differ, "")
 
 
 def _trains_adapters(model: DictConfig) -> bool:

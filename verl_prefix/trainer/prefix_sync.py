@@ -88,6 +88,9 @@ class WholeGroups(PPOTrainer):
         if self._by == "prompts":
             workers = self.actor_rollout_wg
             workers.update_actor = functools.partial(self._update_by_prompts, workers.update_actor)
+            if self.use_critic:  # of as many mini-batches, and as many ranks: see `config.driver`
+                workers = self.critic_wg
+                workers.train_mini_batch = functools.partial(self._update_by_prompts, workers.train_mini_batch)
 
     def _update_by_prompts(self, update: Callable[[KVBatchMeta], Any], batch: KVBatchMeta) -> Any:
         """verl's update, in the mini-batches of `_balance_batch`. verl itself takes n rows for each prompt of one."""
