@@ -18,6 +18,7 @@ import pytest
 import torch
 from engines import TOLERANCE, _compare, _half_errors, _measure, rows_of
 from safetensors.torch import load_file, save_file
+from teachers import ONLY
 from torch.distributed import get_rank, get_world_size
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -54,6 +55,8 @@ DENSE = {
     "kl_loss_temperature": {"use_kl_loss": True, "temperature": 0.7},
     "rank_of_empty_responses": {"empty": ("e", f"pad{7:032x}", "f")},
     "params_on_the_host": PHASED | {"param_offload": True},
+    "distilled": {"schedule": "packed", "logits_chunk": 7, "distillation": {}},
+    "distilled_only": PHASED | {"distillation": ONLY},
     "llama_tied": PHASED | {"family": "tied"},
 }
 FUSED_HEAD = {"use_fused_kernels": True, "cross_entropy_loss_implementation": "chunk_loss"}
@@ -69,9 +72,10 @@ BUILT = {
 CASES = {
     1: {"packed": {}, "phased": PHASED, "moe": {"family": "qwen3_moe"}, "moe_phased": PHASED | {"family": "qwen3_moe"}},
     2: DENSE
+    | {"sp2_distilled_only": DENSE["distilled_only"] | SP}
     | BUILT
     | {f"moe_{name}": DENSE[name] | {"family": "qwen3_moe"} for name in ("packed", "phased")}
-    | {f"ep2_{name}": DENSE[name] | EP for name in DENSE if name not in ("flash", "llama_tied")}
+    | {f"ep2_{name}": DENSE[name] | EP for name in DENSE if name not in ("flash", "llama_tied", "distilled")}
     | {f"sp2_{name}": DENSE[name] | SP for name in ("packed", "phased", "phased_checkpointed", "turns_phased")}
     | {f"sp2_ep2_{name}": DENSE[name] | SP | EP for name in ("packed", "phased", "turns_phased")}
     | {f"ep2_{family}": EP | PHASED | {"family": family} for family in ("idle_experts", "deepseek_v3")},
@@ -135,6 +139,7 @@ def _case(models: dict, name: str, more: tuple = ()) -> dict[str, dict[str, floa
     with veomni_engines():
         ours = _measure("prefix_veomni", path, rank, options)
         stock = _stock("veomni", path, rank, options)
+    assert "distillation" not in options or ours["metrics"]["prefix/tokens_saved"][0] > 0
     other = _stock("fsdp2", path, rank, options)
     return {"veomni": _compare(ours, stock)["errors"], "fsdp2": _compare(ours, other)["errors"]}
 

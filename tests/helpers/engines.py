@@ -116,6 +116,10 @@ def _batch(rank: int, vocab: int, options: dict):
                 mask[:] = 0
     order = torch.randperm(len(rows), generator=generator).tolist()
     data = as_batch([rows[i] for i in order], [sessions[i] for i in order], options, generator)
+    if "distillation" in options:
+        import teachers
+
+        teachers.add_teacher(data, options, [torch.Generator().manual_seed(99 * rank + i) for i in order], vocab)
     return without_advantage(data, options["dead"]) if "dead" in options else data
 
 
@@ -300,6 +304,7 @@ def _halve_logits(module, args, output) -> None:
 
 
 def _loss(options: dict):
+    import teachers
     from verl.workers.config import ActorConfig, FSDPCriticConfig
     from verl.workers.utils.losses import ppo_loss, value_loss
 
@@ -309,6 +314,8 @@ def _loss(options: dict):
             loss_scale_factor=options.get("loss_scale_factor", 32),
         )  # fmt: skip
         return functools.partial(value_loss, config=config)
+    if "distillation" in options:
+        return teachers.distillation_loss(options)
     return functools.partial(ppo_loss, config=_loss_config(ActorConfig, options))
 
 
@@ -320,7 +327,7 @@ def _loss_config(config_class: type, options: dict):
     if "rollout_correction" in policy_loss:
         policy_loss["rollout_correction"] = RolloutCorrectionConfig(**policy_loss["rollout_correction"])
     return config_class(
-        strategy="fsdp2",
+        strategy=options.get("strategy", "fsdp2"),
         rollout_n=4,
         use_dynamic_bsz=True,
         entropy_coeff=options.get("entropy_coeff", 0.01),
@@ -350,6 +357,10 @@ def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
         inferred = engine.infer_batch(data.copy())
     result = {name: torch.cat(_responses(x, data)) for name, x in inferred["model_output"].items()}
     result["lens"] = next(iter(inferred["model_output"].values())).offsets().diff()
+    if "distillation" in options:
+        import teachers
+
+        teachers.tell_update(data, options)
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data.copy(), _loss(options))

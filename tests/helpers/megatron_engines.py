@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from engines import _batch, _loss, _responses, rows_of
 from safetensors.torch import load_file, save_file
+from teachers import tell_update
 from torch.distributed import distributed_c10d
 from transformers import AutoModelForCausalLM
 
@@ -219,6 +220,9 @@ def measure(engine: Any, options: dict[str, Any], ranks: Sequence[int] | None = 
     found["lens"] = data["input_ids"].offsets().diff()
     if inferred:
         assert torch.equal(inferred["log_probs"].offsets().diff(), found["lens"])
+    if "distillation" in options:
+        options = options | {"strategy": "megatron"}
+        tell_update(data, options)
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data.copy(), _loss(options))

@@ -12,9 +12,10 @@ OURS = (
     "verify_action", "trace_dir", "trees", "mini_batches", "keep_attention", "skip_zero_advantage",
 )  # fmt: skip
 NOT_OF_MODELS = (
-    *OURS, "batch", "budget", "calculate_entropy", "calculate_sum_pi_squared", "dead", "empty", "entropy_coeff",
-    "groups", "loss_agg_mode", "masked", "micro_batch_size_per_gpu", "on_policy", "padded", "policy_loss", "scattered",
-    "temperature", "tool_tokens", "uid", "use_dynamic_bsz", "use_kl_loss",
+    *OURS, "batch", "budget", "calculate_entropy", "calculate_sum_pi_squared", "dead", "distillation", "empty",
+    "entropy_coeff", "groups", "loss", "loss_agg_mode", "masked", "micro_batch_size_per_gpu", "on_policy", "padded",
+    "policy_loss", "rank", "return_model_output", "scattered", "temperature", "tool_tokens", "uid", "use_dynamic_bsz",
+    "use_kl_loss",
 )  # fmt: skip
 
 

@@ -328,11 +328,9 @@ class Chooser:
         rates = self._known_rates(paths, own or batch, forward_only, gains)
         lacks_room = float(not (paths.stock_runs and self.stock_fits(paths.stock)))
         *seconds, any_gains, lacks_room = self.reduce_max([*paths.seconds(rates), float(gains), lacks_room])
-        before = None if forward_only else self.log_probs
-        min_speedup = self.costs.min_speedup if any_gains else math.inf
-        decision = decide(seconds, min_speedup, before, not lacks_room)
-        if forward_only:
-            self.log_probs = decision
+        least = self.costs.min_speedup if any_gains else math.inf
+        decision = decide(seconds, least, None if forward_only else self.log_probs, not lacks_room)
+        self.log_probs = decision if forward_only else self.log_probs
         self.speedup = decision.speedup
         return paths.taken(decision)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
@@ -21,7 +20,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.stock_path import HFStockPath
+from verl_prefix.backends.stock_path import HFStockPath, without_ulysses
 from verl_prefix.config.actor import role_of
 from verl_prefix.config.engines import CRITIC
 from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_value_head
@@ -135,21 +134,20 @@ class HFBackend:
         return policy_outputs(flags)
 
     def token_outputs(
-        self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, is_one: bool,
-        flags: Mapping[str, bool], offsets: torch.Tensor,
+        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, is_one: bool,
+        processor: Callable[..., Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """By verl's prepare_model_outputs, as of one row."""
+        labels = tokens["input_ids"].values()
         output_args = {
             "temperature_is_one": is_one, "temperature_rmpad": temperature, "input_ids_rmpad_rolled": labels,
             "pad_size": 0,
         }  # fmt: skip
-        one_row = torch.nested.nested_tensor_from_jagged(labels, offsets)
-        tokens = tu.get_tensordict({"input_ids": one_row}, dict(flags))
-        # Under sequence parallelism verl's engine would gather outputs here. They stay on the rank of their token: the
-        # schedule gathers those of a pass once.
-        with replaced(self._engine, "use_ulysses_sp", False):
+        # Under sequence parallelism verl's engine would gather outputs here, and its processor cut the teacher's rows.
+        # All are this rank's tokens': the schedule gathers outputs of a pass once.
+        with replaced(self._engine, "use_ulysses_sp", False), without_ulysses():
             model_output = SimpleNamespace(logits=logits.unsqueeze(0))
-            outputs = self._engine.prepare_model_outputs(model_output, output_args, tokens, None)
+            outputs = self._engine.prepare_model_outputs(model_output, output_args, tokens, processor)
         return {name: x.values() for name, x in outputs.items()}
 
     def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:

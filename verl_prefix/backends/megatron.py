@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from verl.trainer.distillation.megatron import losses
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
@@ -36,7 +37,7 @@ from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.engine.backend import Ranks, StockPath
 from verl_prefix.engine.loss import LossFunction
-from verl_prefix.engine.outputs import policy_outputs
+from verl_prefix.engine.outputs import flags_of, policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models.mcore import (
@@ -148,16 +149,19 @@ class MegatronBackend:
         return policy_outputs(flags)
 
     def token_outputs(
-        self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, is_one: bool,
-        flags: Mapping[str, bool], offsets: torch.Tensor,
+        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, is_one: bool,
+        processor: Callable[..., Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """By verl's vocabulary-parallel functions, which every rank of a tensor-parallel set calls."""
-        # mcore hands on logits in fp32 (Float16Module.forward). verl's function writes over them and the temperature.
-        outputs = self._engine._lm_head_logits_processor(
-            logits.float().unsqueeze(0), labels.unsqueeze(0), temperature.unsqueeze(0), **flags,
-            distillation_use_topk=False, distillation_only=False, logits_processor_func=None, batch=None,
-            data_format="thd",
-        )  # fmt: skip
+        labels = tokens["input_ids"].values()
+        # verl's losses would pad the teacher's rows and cut them for context parallelism; here they are those of this
+        # rank's tokens. mcore hands on logits in fp32 (Float16Module.forward). verl's function writes over them and the
+        # temperature.
+        with replaced(losses, "preprocess_thd_engine", lambda rows, **_: (rows.values().unsqueeze(0),)):
+            outputs = self._engine._lm_head_logits_processor(
+                logits.float().unsqueeze(0), labels.unsqueeze(0), temperature.unsqueeze(0), **flags_of(tokens),
+                logits_processor_func=processor, batch=tokens, data_format="thd",
+            )  # fmt: skip
         return {name: x[0] for name, x in outputs.items()}
 
     def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:

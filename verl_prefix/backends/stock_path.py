@@ -21,6 +21,17 @@ from verl_prefix.versions import warn_once
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def without_ulysses() -> Iterator[None]:
+    """Context in which verl's functions know of no sequence parallelism."""
+    group = get_ulysses_sequence_parallel_group()
+    set_ulysses_sequence_parallel_group(None)
+    try:
+        yield
+    finally:
+        set_ulysses_sequence_parallel_group(group)
+
+
 def wrong_when_sharded(model: Any, attention: str) -> str | None:
     """Why verl's sequence parallelism computes this model wrong, without an error, with an `attn_implementation`;
     None where it is right."""
@@ -83,7 +94,6 @@ class HFStockPath:
         a pass is a rank's, or as many tokens as the longest rows that stay together have, of any rank. verl multiplies
         it by `sp_size`, so that it is divided by it here.
         """
-        group = get_ulysses_sequence_parallel_group()
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
             together = data["input_ids"].offsets().diff().split(tu.get_non_tensor_data(data, "force_group_size", 1))
             (longest,) = self._ranks.max_over_ranks([max(int(lens.sum()) for lens in together)])
@@ -91,12 +101,8 @@ class HFStockPath:
             tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self._ranks.slices))
         text = "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism"
         warn_once(logger, text, self.facts.why_not_sharded)
-        set_ulysses_sequence_parallel_group(None)
-        try:
-            with replaced(self._engine, "use_ulysses_sp", False):
-                yield
-        finally:
-            set_ulysses_sequence_parallel_group(group)
+        with replaced(self._engine, "use_ulysses_sp", False), without_ulysses():
+            yield
 
     def _separate_rows(self, data: TensorDict) -> None:
         """Makes verl's own path keep rows apart, by one row in a micro-batch.

@@ -150,17 +150,17 @@ class Backend(Protocol):
         """Names of `token_outputs` by these flags; the first is one that losses have a gradient in."""
 
     def token_outputs(
-        self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, is_one: bool,
-        flags: Mapping[str, bool], offsets: torch.Tensor,
+        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, is_one: bool,
+        processor: Callable[..., Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """verl's outputs of tokens, `output_names` among them, [n] each.
 
         Args:
-            logits: [n, this rank's part of the vocabulary]. labels: [n] int64.
+            logits: [n, this rank's part of the vocabulary].
+            tokens: one row as verl's micro-batch: labels as `input_ids`, jagged [1, n] int64, the teacher's rows, and
+                verl's flags (`outputs.FLAGS`).
             temperature: [n] float32. is_one: all of it is known to be 1.
-            flags: verl's flags of the batch (`outputs.FLAGS`).
-            offsets: int64 [0, n]. One object per n, since a jagged tensor that checkpointing makes again is equal only
-                if its offsets are the same.
+            processor: verl's function of logits, under `distillation_use_topk`.
         """
 
     def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from verl_prefix.core.calls import ranges
 from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.trees import cuts_at, group_trees, mix, mix_rows
 from verl_prefix.engine.rows import BatchRows
@@ -80,7 +81,8 @@ def tokens_by_trees(rows: BatchRows, trees: TreeRule, groups: Sequence[Group]) -
 
 def _tree_tokens(rows: BatchRows, trees: TreeRule) -> torch.Tensor:
     """[N] int64: the tokens, mixed with all else that must be equal where rows share: positions, pixels, temperature,
-    and where `trees.over` is uid the uid."""
+    and where `trees.over` is uid the uid. Under top-k distillation a response is its row's own, also where other rows
+    have it in their prompts: its outputs are made with the teacher's rows of this row."""
     ids, positions = (rows.data[name].values().cpu() for name in ("input_ids", "position_ids"))
     if is_vision_config(trees.config):
         tokens = tree_tokens(ids, positions, rows.offsets, rows.pixels, trees.config)
@@ -91,4 +93,8 @@ def _tree_tokens(rows: BatchRows, trees: TreeRule) -> torch.Tensor:
     if trees.over == "uid":
         numbers = {uid: number for number, uid in enumerate(dict.fromkeys(rows.uids))}
         tokens = mix_rows(tokens, rows.offsets, [numbers[uid] for uid in rows.uids])
+    if rows.flag("distillation_use_topk"):
+        spans = zip(rows.offsets, rows.prompt_lens, rows.response_lens, strict=False)
+        responses = ranges([(start + prompt_len, length) for start, prompt_len, length in spans])
+        tokens[responses] = mix_rows(tokens, rows.offsets, range(len(rows)))[responses]
     return tokens

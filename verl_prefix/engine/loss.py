@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from verl.trainer.distillation.losses import distillation_ppo_loss, get_distillation_loss_fn
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.device import get_device_id
-from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 from verl_prefix.config.actor import LOSSES_OF_ROWS, SKIPS, gradient_without_advantage
@@ -24,15 +24,21 @@ VALUES = "values"  # what stands for the mode of a critic's loss
 
 
 def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
-    """`loss_mode` of a loss that is verl's own, of rows, or `VALUES`; None of any other, even one under verl's name."""
+    """`loss_mode` of a loss that is verl's own, of rows, or `VALUES`; None of any other, even one under verl's name.
+    Every loss of distillation that verl has is of rows: one of tokens, which agg_loss or vanilla takes
+    (`distillation_loss`)."""
     if not isinstance(loss, functools.partial) or "config" not in loss.keywords:
         return None
     if loss.func is value_loss:  # of every token by itself, summed by agg_loss
         return VALUES
-    if loss.func is not ppo_loss:
-        return None
     mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
-    is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
+    parts = [(get_policy_loss_fn(mode), get_policy_loss_fn)]
+    if loss.func is distillation_ppo_loss:
+        of_tokens = loss.keywords["distillation_config"].distillation_loss.loss_mode
+        parts.append((get_distillation_loss_fn(of_tokens), get_distillation_loss_fn))
+    elif loss.func is not ppo_loss:
+        return None
+    is_verls = all(part.__module__ == verls.__module__ for part, verls in parts)
     return mode if mode in LOSSES_OF_ROWS and is_verls else None
 
 
@@ -51,6 +57,8 @@ class Loss:
     Attributes:
         is_verls: whether it is one of `LOSSES_OF_ROWS`, or a critic's, which read only tokens whose response_mask is 1.
         is_unknown: whether it is none of these, and may read what does not travel.
+        distills: whether it is verl's of distillation, which also is its processor of logits.
+        needs_a_token: whether it raises where no token counts.
     """
 
     def __init__(self, function: LossFunction | None, fields: Set[str] | None = None) -> None:
@@ -58,11 +66,13 @@ class Loss:
         mode = mode_of_verls_loss(function)
         self.is_verls = mode is not None
         self.is_unknown = function is not None and mode is None
+        self.distills = getattr(function, "func", None) is distillation_ppo_loss
         # These raise where no token counts: compute_rollout_correction_and_rejection_mask (verl/trainer/ppo/
         # rollout_corr_helper.py), compute_distillation_loss_range (verl/trainer/distillation/losses.py).
-        self._needs_a_token = mode == "bypass_mode" or module_of(function).startswith("verl.trainer.distillation")
+        self.needs_a_token = mode == "bypass_mode" or self.distills
         # What loss and outputs are made of apart from tokens, so that a NaN can come from it. None: all fields.
-        # Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>.
+        # Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>. A top-k loss is clamped where
+        # its teacher is not finite.
         self._fields = {"temperature"} if function is None else fields
         self._of_values = mode == VALUES
         if self._of_values:
@@ -70,6 +80,9 @@ class Loss:
         elif isinstance(function, functools.partial) and mode is not None:
             read = {"temperature", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"}
             read |= {"ref_log_prob"} if function.keywords["config"].use_kl_loss else set()
+            if self.distills:
+                settings = function.keywords["distillation_config"].distillation_loss.loss_settings
+                read |= {"teacher_logprobs"} if settings.use_estimator else set()
             self._fields = read - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
 
     def tell(self) -> None:
@@ -99,7 +112,7 @@ class Loss:
             ValueError: rows without advantage have a gradient in this loss.
         """
         why = "a loss that is not verl's own of policies; use verl's"
-        if isinstance(self.function, functools.partial) and self.is_verls:
+        if isinstance(self.function, functools.partial) and self.is_verls and not self.distills:
             why = gradient_without_advantage(self.function.keywords["config"])
         if why:
             raise ValueError(f"{SKIPS}=True leaves out rows that have a gradient under {why}, or set {SKIPS}=False")
@@ -143,9 +156,7 @@ class Loss:
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
         """Computes the loss and the metrics of a pass, and says whether any of its tokens counts.
 
-        verl's loss may raise where no token counts. Then the loss is zero, and so are sums among the metrics. Means
-        are of tokens that do not count: they are there for their names, which all ranks must have in common. Where all
-        responses are empty there are no metrics.
+        verl's loss may raise where no token counts. Then the loss is zero, and there are no metrics (`same_sums`).
 
         Args:
             group: the ranks that compute data in parallel.
@@ -153,14 +164,6 @@ class Loss:
         output = next(iter(model_output.values()))
         if self.function is None:
             return torch.ones((), device=output.device), {}, True
-        if not self._needs_a_token or rows["response_mask"].any():
+        if not self.needs_a_token or rows["response_mask"].any():
             return *self.function(model_output=model_output, data=rows, dp_group=group), True
-        zero, rows = 0.0 * output.values().sum(), rows.copy()
-        rows["response_mask"] = torch.ones_like(rows["response_mask"])
-        if not rows["response_mask"].any():
-            return zero, {}, False
-        _, metrics = self.function(model_output=model_output, data=rows, dp_group=group)
-        sums = [x for x in metrics.values() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM]
-        for metric in sums:
-            metric.values = [0.0] * len(metric.values)
-        return zero, metrics, False
+        return 0.0 * output.values().sum(), {}, False

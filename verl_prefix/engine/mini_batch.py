@@ -13,7 +13,7 @@ from verl_prefix.core.layout import Layout
 from verl_prefix.core.waves import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss
-from verl_prefix.engine.outputs import TokenOutputs
+from verl_prefix.engine.outputs import TEACHER, TokenOutputs
 from verl_prefix.engine.rows import BatchRows, select_rows
 
 logger = logging.getLogger(__name__)
@@ -48,10 +48,13 @@ class MiniBatch:
     def __init__(
         self, backend: Backend, rows: BatchRows, loss: Loss, forward_only: bool, hides_padding: bool, last_tokens: bool
     ) -> None:
-        self._backend, self._data, self._loss = backend, rows.data, loss
+        # The loss of top-k distillation reads what `token_outputs` made of the teacher's rows, and not these.
+        is_topk = loss.is_verls and rows.flag("distillation_use_topk")
+        self._data = rows.data.exclude(*TEACHER) if is_topk else rows.data
+        self._backend, self._loss = backend, loss
         self.keeps_model_output = forward_only or rows.flag("return_model_output")
         reads_masked = self.keeps_model_output or loss.reads_masked(rows.data)
-        self.token_outputs = TokenOutputs(backend, rows, reads_masked, last_tokens)
+        self.token_outputs = TokenOutputs(backend, rows, reads_masked, last_tokens, loss.function)
         self._padding = rows.padding if hides_padding else set[int]()
         self._passes: list[_Pass] = []
         self.num_not_finite = 0
@@ -132,3 +135,18 @@ def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_
             num, real = len(metric.values), sum(name in one["metrics"] for one in outputs)
             filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / num
             metric.extend([filler] * (num // real * (num_passes - real)))
+
+
+def same_sums(metrics: dict[str, object], group: Any) -> None:
+    """Gives a rank without metrics, no token of which counts, zeros for other ranks' sums: verl divides sums by the
+    ranks that have them (Metric.aggregate_dp). Every rank calls it, after `even_out`.
+
+    Args:
+        group: the ranks that compute data in parallel.
+    """
+    found = {name: x for name, x in metrics.items() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM}
+    others: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(others, found, group)
+    for name, metric in (pair for other in others for pair in other.items() if pair[0] not in metrics):
+        metrics[name] = zeros = metric.init_list()
+        zeros.extend([0.0] * len(metric.values))

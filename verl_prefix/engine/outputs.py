@@ -4,23 +4,30 @@ The backend makes outputs of tokens as verl's engine does, on suffix tokens inst
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from verl_prefix.core.calls import on_device
+from verl_prefix.core.calls import on_device, ranges
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.layout import Layout
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.rows import PIXELS, BatchRows
 from verl_prefix.models.vision import PixelBatch, is_vision_config
 
-# verl's flags of a batch, and what each adds to the outputs.
-FLAGS = {"calculate_entropy": "entropy", "calculate_sum_pi_squared": "sum_pi_squared"}
+# What verl's top-k losses make of logits (verl/trainer/distillation), and the fields that they read.
+TOPK = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")
+TEACHER = ("teacher_ids", "teacher_logprobs")
+# verl's flags of a batch, and what each adds to the outputs; `distillation_only` takes log-probs away.
+FLAGS: dict[str, tuple[str, ...]] = {
+    "distillation_use_topk": TOPK, "distillation_only": (),
+    "calculate_entropy": ("entropy",), "calculate_sum_pi_squared": ("sum_pi_squared",),
+}  # fmt: skip
 
 
 def flags_of(data: TensorDict) -> dict[str, bool]:
@@ -30,7 +37,8 @@ def flags_of(data: TensorDict) -> dict[str, bool]:
 
 def policy_outputs(flags: Mapping[str, bool]) -> list[str]:
     """Names of a policy's outputs: log-probs, and what verl's flags ask for."""
-    return ["log_probs", *(name for flag, name in FLAGS.items() if flags[flag])]
+    more = [name for flag, names in FLAGS.items() if flags[flag] for name in names]
+    return more if flags["distillation_only"] else ["log_probs", *more]
 
 
 def is_unscaled(data: TensorDict) -> bool:
@@ -45,12 +53,16 @@ class TokenOutputs:
     Args:
         reads_masked: whether somebody reads outputs where response_mask is 0; lm_head skips those tokens otherwise.
         last_tokens: rows' last tokens are computed too, and lm_head skips them.
+        processor: under `distillation_use_topk`, verl's function of logits and the teacher's rows.
 
     Attributes:
         tokens: the batch as the schedule wants it. names: of the outputs, one column each.
     """
 
-    def __init__(self, backend: Backend, rows: BatchRows, reads_masked: bool, last_tokens: bool = False) -> None:
+    def __init__(
+        self, backend: Backend, rows: BatchRows, reads_masked: bool, last_tokens: bool = False,
+        processor: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
         self.backend, self.rows, data = backend, rows, rows.data
         device, config, offsets = get_device_id(), backend.config, rows.offsets
         input_ids, position_ids = data["input_ids"], data["position_ids"]
@@ -61,7 +73,8 @@ class TokenOutputs:
         self.names = backend.output_names(self._flags)
         is_read = None if reads_masked or "sum_pi_squared" in self.names else self._is_read()
         skips = is_read is not None or rows.dead
-        self._old_log_probs = rows.at_suffixes("old_log_probs") if skips else None
+        fills = skips and "log_probs" in self.names
+        self._old_log_probs = rows.at_suffixes("old_log_probs") if fills else None
         if last_tokens:
             is_read = torch.ones(offsets[-1], dtype=torch.bool) if is_read is None else is_read
             is_read[torch.tensor(offsets[1:]) - 1] = False
@@ -72,6 +85,14 @@ class TokenOutputs:
         temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
         self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
         self._offsets: dict[int, torch.Tensor] = {}
+        self._processor, self._teacher = processor, dict[str, torch.Tensor]()
+        if self._flags["distillation_use_topk"]:  # of suffix tokens; any other has the row of the batch's last token
+            spans = zip(offsets, rows.prompt_lens, rows.response_lens, strict=False)
+            places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])
+            numbers = torch.full((offsets[-1],), len(places) - 1)
+            numbers[places] = torch.arange(len(places))
+            self._teacher_rows = numbers.to(device)
+            self._teacher = {name: data[name].values()[places.to(data[name].device)].to(device) for name in TEACHER}
 
     def _is_read(self) -> torch.Tensor | None:
         """[N] bool: suffix tokens with a response_mask; None where all have one."""
@@ -86,16 +107,18 @@ class TokenOutputs:
         """
         if len(index) not in self._offsets:
             self._offsets[len(index)] = on_device(torch.tensor([0, len(index)]), index.device)
+        # A suffix token's label is the next token of its own row, which a roll of the packed row would not give. The
+        # batch's last token, which pads a rank's share of tokens, has no next one: nobody reads its output.
+        values = {"input_ids": self.tokens.input_ids[(index + 1).clamp(max=len(self.tokens.input_ids) - 1)]}
+        values |= {name: x[self._teacher_rows[index]] for name, x in self._teacher.items()}
+        # One object of offsets per n, since a jagged tensor that checkpointing makes again is equal only if its offsets
+        # are the same.
+        offsets = self._offsets[len(index)]
+        jagged = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in values.items()}
         outputs = self.backend.token_outputs(
-            logits,
-            # A suffix token's label is the next token of its own row, which a roll of the packed row would not give.
-            # The batch's last token, which pads a rank's share of tokens, has no next one: nobody reads its output.
-            self.tokens.input_ids[(index + 1).clamp(max=len(self.tokens.input_ids) - 1)],
-            self._token_temperature[index],
-            is_one=is_unscaled(self.rows.data),
-            flags=self._flags,
-            offsets=self._offsets[len(index)],
-        )
+            logits, tu.get_tensordict(jagged, dict(self._flags)), self._token_temperature[index],
+            is_one=is_unscaled(self.rows.data), processor=self._processor,
+        )  # fmt: skip
         columns = [outputs[name] for name in self.names]
         dtype = functools.reduce(torch.promote_types, (x.dtype for x in columns))
         return torch.stack([x.to(dtype) for x in columns], dim=-1)

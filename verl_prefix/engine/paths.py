@@ -19,6 +19,7 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, leaves_room
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.headroom import Headroom
+from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.versions import warn_once
 
@@ -83,7 +84,7 @@ class Paths:
             stock_fits=functools.partial(headroom.fits, costs),
         )  # fmt: skip
 
-    def why_stock(self, rows: BatchRows) -> Stock | None:
+    def why_stock(self, rows: BatchRows, loss: Loss) -> Stock | None:
         """verl's own path, if this batch takes it whatever its lengths are; else None.
 
         It is the same on every rank, since the batches of all ranks have the same fields and flags.
@@ -103,8 +104,8 @@ class Paths:
             return Stock("loss_mask is of prompts, too, whose outputs are not computed")
         if rows.flag("force_group_size", 1) > 1:
             return Stock("force_group_size keeps rows together by their order")
-        if rows.flag("distillation_use_topk"):
-            return Stock("top-k distillation needs logits of every token")
+        if rows.flag("distillation_use_topk") and not loss.distills:
+            return Stock("a loss that is not verl's own reads logits, and may need those of every token")
         return None
 
     def plan(

@@ -30,9 +30,9 @@ from verl_prefix.engine.exchange import open_exchange
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss, LossFunction
-from verl_prefix.engine.mini_batch import MiniBatch, even_out
+from verl_prefix.engine.mini_batch import MiniBatch, even_out, same_sums
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
-from verl_prefix.engine.outputs import flags_of, is_unscaled
+from verl_prefix.engine.outputs import TEACHER, flags_of, is_unscaled
 from verl_prefix.engine.paths import Paths, Stock
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics, plan_metrics
@@ -62,9 +62,11 @@ class PrefixEngine:
         """A rank's mini-batch: same contract as verl's method, rows in the order they came."""
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         batch, loss = BatchRows(data), Loss(loss_function)
-        if why := self._paths.why_stock(batch) or self._verification.failure:
+        if why := self._paths.why_stock(batch, loss) or self._verification.failure:
             return self._run_stock(batch, loss_function, forward_only, why, {})
         loss.tell()
+        if loss_function is None:  # log-probs alone, for which no teacher travels
+            batch = batch.replaced(data.exclude(*TEACHER))
         skips = self.prefix_config.skip_zero_advantage and not forward_only
         batch.dead = loss.dead(batch) if skips else batch.dead
         exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss.is_unknown)
@@ -161,6 +163,8 @@ class PrefixEngine:
             outputs, indices = mini_batch.outputs(plan)
             output = postprocess_batch_func(outputs, indices, data=rows.data)
             even_out(output["metrics"], outputs, len(plan.packed) + len(plan.waves))
+        if loss.needs_a_token:
+            same_sums(output["metrics"], ranks.data)
         metrics = plan_metrics(rows, groups, plan, schedule) | self.backend.model_metrics(schedule)
         metrics["prefix/nonfinite_passes"] = mini_batch.num_not_finite
         if self.prefix_config.skip_zero_advantage and not forward_only:

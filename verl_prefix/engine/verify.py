@@ -1,9 +1,10 @@
 """`prefix.verify`: when the self-check runs, on which rows, and what happens where it misses."""
 
+import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
+from verl_prefix.engine.outputs import FLAGS
 from verl_prefix.engine.paths import Stock
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.self_check import Verdict, check
@@ -88,7 +90,7 @@ class Verification:
             )
             return {}
         with out_of_memory_advice(None):
-            verdict = self._verdict(rows, _cheapest(candidates, len(rows)), budget)
+            verdict = self._verdict(rows, _cheapest(candidates, len(rows)), budget, loss)
         why = ""
         if skips is not None and loss is not None:
             computed = {row for one in skips.passes for group in one.groups for row in group.rows}
@@ -114,8 +116,8 @@ class Verification:
         metrics = {f"prefix/verify_{name}": value for name, value in figures.items()}
         return metrics | {"timing_s/prefix_verify": time.perf_counter() - start}
 
-    def _verdict(self, batch: BatchRows, group: Group, budget: int) -> Verdict:
-        """Checks a group cut to its checked rows."""
+    def _verdict(self, batch: BatchRows, group: Group, budget: int, loss: Loss | None) -> Verdict:
+        """Checks a group cut to its checked rows; of top-k distillation also what that makes of their logits."""
         backend = self._backend
         # Every rank runs equally many stock passes, of one row each: the budget may have no room for logits of more.
         most, minus_fewest = backend.ranks.max_over_ranks(
@@ -124,9 +126,12 @@ class Verification:
         repeated = group.rows[-1:] * (int(most) - len(group.rows))
         rows, rows_alone = batch.select(group.rows), batch.select([*group.rows, *repeated])
         group = group.renumbered({row: place for place, row in enumerate(group.rows)})
-        lens, flags = rows.response_lens, dict(calculate_entropy=False, calculate_sum_pi_squared=False)
-        (name,) = backend.output_names(flags)
-        flags["return_model_output"] = True
+        lens = rows.response_lens
+        flags = dict.fromkeys(FLAGS, False) | {"return_model_output": True}
+        name, falling = backend.output_names(flags)[0], _falling_loss
+        if batch.flag("distillation_use_topk") and loss is not None:
+            flags["distillation_use_topk"] = True
+            falling = functools.partial(_falling_loss, processor=loss.function)
         for chosen in (rows, rows_alone):  # repeated rows count for nothing
             tu.assign_non_tensor(chosen.data, **flags)
             weights = [float(i < len(lens)) / len(lens) for i in range(len(chosen))]
@@ -136,19 +141,19 @@ class Verification:
         def responses(output: dict) -> torch.Tensor:
             if not backend.ranks.has_outputs:
                 return torch.zeros(0)
-            outputs = output["model_output"][name].unbind()[: len(lens)]
-            return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(outputs, lens, strict=True)])
+            found = _checked(output["model_output"])[: len(lens)]
+            return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(found, lens, strict=True)])
 
         forward_only = backend.has_no_updates  # then no gradient differs from zero
 
         def stock() -> torch.Tensor:
-            return responses(backend.stock_batch(rows_alone.data, _falling_loss, forward_only))
+            return responses(backend.stock_batch(rows_alone.data, falling, forward_only))
 
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             # Several waves read one prefix, and their gradients add up.
             plan = make_plan([group], budget, path, wave_tokens=1)
-            loss = Loss(_falling_loss, fields={"temperature", "verify_weight"})
-            output, _ = self._run_plan(rows, [group], plan, loss, forward_only, pass_type=pass_type)
+            falls = Loss(falling, fields={"temperature", "verify_weight"})
+            output, _ = self._run_plan(rows, [group], plan, falls, forward_only, pass_type=pass_type)
             return responses(output)
 
         with backend.gradients_aside():
@@ -180,11 +185,25 @@ class Verification:
         return next((groups for groups, lacks in zip(chosen, lacking, strict=True) if not lacks), [])
 
 
-def _falling_loss(model_output: dict, data: TensorDict, **_: object) -> tuple[torch.Tensor, dict]:
-    """A loss to compare gradients by: the first tokens of a response, which read most of their prefix, count most."""
-    outputs = next(iter(model_output.values()))
-    lens, loss = BatchRows(data).response_lens, 0.0 * outputs.values().sum()
-    for row, length, weight in zip(outputs.unbind(), lens, data["verify_weight"], strict=True):
+def _checked(model_output: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What is compared, of each row: log-probs or values, and of top-k distillation the sums of these and its
+    losses."""
+    names = ("log_probs", "values", "distillation_losses")
+    found = [model_output[name].unbind() for name in names if name in model_output]
+    return [torch.stack(both).sum(0) for both in zip(*found, strict=True)]
+
+
+def _falling_loss(
+    data: TensorDict, model_output: Mapping[str, torch.Tensor] | None = None,
+    processor: Callable[..., Any] | None = None, **others: Any,
+) -> Any:  # fmt: skip
+    """A loss to compare gradients by: the first tokens of a response, which read most of their prefix, count most.
+    Called with logits, as verl does, it is the loss's own `processor`."""
+    if model_output is None:
+        assert processor is not None
+        return processor(data=data, **others)
+    lens, loss = BatchRows(data).response_lens, 0.0 * next(iter(model_output.values())).values().sum()
+    for row, length, weight in zip(_checked(model_output), lens, data["verify_weight"], strict=True):
         falling = 1 / torch.arange(1, length + 1, device=row.device)
         loss = loss - weight * (row[len(row) - length - 1 : len(row) - 1] * falling).sum()
     return loss, {}
