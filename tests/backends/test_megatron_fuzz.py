@@ -41,7 +41,7 @@ EXPERTS: dict[int, list[dict[str, Any]]] = {
     ],
 }
 # Keys of other engines.
-NOT_THERE = ("use_no_sync", "fsdp_size", "gradient_checkpointing", "lora_targets", "trained", "ulysses")
+NOT_THERE = ("use_no_sync", "fsdp_size", "gradient_checkpointing", "lora_targets", "trained", "ulysses", "distillation")
 BUILT = st.fixed_dictionaries({}, optional={
     "recompute": st.sampled_from(["selective", "uniform", "uniform of all", "block"]),
     "overlap": st.sampled_from(["gradients", "both"]),

@@ -17,6 +17,7 @@ from engines import PAD, TOLERANCE, _engine, _loss, _responses, as_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shared_models import OURS, SharedModels
+from teachers import ONLY, add_teacher, or_nothing, tell_update
 from torch.distributed import all_gather_object, get_rank, get_world_size
 from whole_tensors import whole
 
@@ -106,6 +107,7 @@ OPTIONS = some([
     ("trained", st.sampled_from([r"layers\.1|norm", r"layers\.0", "lm_head"])), ("calculate_entropy", st.just(False)),
     ("lora_targets", st.just("all-linear")), ("min_speedup", st.just(1.05)), ("ulysses", st.just(2)),
     ("dead", st.integers(2, 4)),  # every so-manieth row has no advantage, and is left out
+    ("distillation", st.sampled_from([(), tuple(ONLY.items()), (("loss_mode", "k3"),)])),
 ])  # fmt: skip
 
 
@@ -154,7 +156,9 @@ def makes_sense(case: Case) -> bool:
         PrefixConfig(**{key: value for key, value in options.items() if key in OURS})
     except ValueError:
         return False
-    if "dead" in options and "use_kl_loss" in options:
+    if "dead" in options and ("use_kl_loss" in options or "distillation" in options):
+        return False
+    if "distillation" in options and "min_speedup" in options:  # verl's loss raises where no token counts
         return False
     rows = enumerate(rows_of(case, SimpleNamespace(vocab_size=100)))
     return any(row.mask.any() for number, row in rows if "dead" not in options or number % options["dead"])
@@ -272,7 +276,13 @@ def _batch(case: Case, path: str, config: Any, options: dict, chosen: slice) -> 
         )
         more["multi_modal_inputs"] = [row.pixels for row in rows]
     sessions = [row.session for row in rows]
-    return numbers, as_batch([row[:4] for row in rows], sessions, options, torch.Generator(), **more)
+    data = as_batch([row[:4] for row in rows], sessions, options, torch.Generator(), **more)
+    if "distillation" in options:
+        vocab = config.get_text_config().vocab_size
+        add_teacher(
+            data, options, [torch.Generator().manual_seed(case.seed + 999 * number) for number in numbers], vocab
+        )
+    return numbers, data
 
 
 def _of_all_ranks(rows: list[int], values: list[torch.Tensor]) -> torch.Tensor:
@@ -317,12 +327,18 @@ def _passes(
         with engine.eval_mode(disable_auto_offload=True):
             inferred = engine.infer_batch(data.copy())["model_output"]
         found = {f"inferred {name}": _of_all_ranks(rows, _responses(x, data)) for name, x in inferred.items()}
+    if "distillation" in options:
+        tell_update(data, options)
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
         tu.assign_non_tensor(data, return_model_output=not options.get("skip_zero_advantage"))
-        output = engine.forward_backward_batch(data.copy(), _loss(options))
+        # Stock's micro-batches are of one row, of which verl's loss of distillation wants a token that counts.
+        loss = _loss(options) if backend.startswith("prefix") else or_nothing(_loss(options))
+        output = engine.forward_backward_batch(data.copy(), loss)
         of_engine = left(engine)
-    found |= {name: _of_all_ranks(rows, _responses(x, data)) for name, x in output["model_output"].items()}
+    # Not the teacher's ids among the student's likeliest: two of these may be as likely.
+    outputs = {name: x for name, x in output["model_output"].items() if not name.startswith("overlap_")}
+    found |= {name: _of_all_ranks(rows, _responses(x, data)) for name, x in outputs.items()}
     found["loss"] = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(found["loss"])
     found["loss"] /= get_world_size()  # verl multiplies it by ranks of data, and those of a group have the same
@@ -359,6 +375,7 @@ def errors_of(
     saved = ours.pop("tokens saved")
     stock.pop("tokens saved")
     stock |= {f"inferred {name}": stock[name] for name in ("log_probs", "entropy", "values") if name in stock}
+    ours = {name: x for name, x in ours.items() if name in stock or not name.startswith("inferred ")}
     if "dead" in dict(case.options):  # outputs of the update are not wanted: they would be of every row
         stock = {name: x for name, x in stock.items() if name in ours or name not in ("log_probs", "entropy")}
     assert ours.keys() == stock.keys(), ours.keys() ^ stock.keys()

@@ -2,7 +2,7 @@
 of verl's DistillationLossConfig."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from engines import _loss_config
@@ -26,6 +26,18 @@ def distillation_loss(options: dict):
 
     actor, config = _loss_config(ActorConfig, options), distillation_config(options)
     return functools.partial(distillation_ppo_loss, config=actor, distillation_config=config)
+
+
+def or_nothing(loss: Callable):
+    """The loss, or zero where none of a micro-batch's tokens counts."""
+
+    def of_verls(**given):
+        output = given.get("model_output")
+        if output is None or given["data"]["response_mask"].any():
+            return loss(**given)
+        return 0.0 * next(iter(output.values())).values().sum(), {}
+
+    return of_verls
 
 
 def tell_update(data, options: dict) -> None:
