@@ -1,6 +1,7 @@
 """The `verl-prefix` command: reads the command line, nothing else; each subcommand has a module of its own."""
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 import math
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from verl_prefix.tools import doctor
+from verl_prefix.tools.report import warnings_last
 from verl_prefix.versions import INSTALL, installed_version
 
 EXAMPLES = """\
@@ -38,6 +40,7 @@ examples:
   verl-prefix plan python3 -m verl.trainer.main_ppo key=value ...
   verl-prefix plan python3 -m verl.experimental.fully_async_policy.fully_async_main key=value ...
   verl-prefix plan --shares update=0.5,old=0.1,ref=0.1 run.sh
+  verl-prefix plan --prompt-lengths 2400,0.4 run.sh     without its data
   verl-prefix plan --turns 10 --thinking 300 --say 100 --tool 400 run.sh
   verl-prefix plan --simulate --gpu h200 --fit 140 --json run.sh
 
@@ -260,6 +263,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     add("--response-lengths", metavar="SPEC",
         help="MEAN, MEAN,STD, or a folder of trainer.rollout_data_dir; default half of data.max_response_length; "
         "STD without one is half the mean; of a folder with rows of turns, these rows")  # fmt: skip
+    add("--prompt-lengths", metavar="MEAN[,DEVIATION]", help="plan without data and tokenizer: prompts of these "
+        "lengths, log-normal with this deviation of their logarithm, default 0")  # fmt: skip
     add("--turns", type=_at_least(2), help="sessions of so many turns, a row each, behind the prompts of the data")
     add("--thinking", type=_at_least(0), metavar="TOKENS", help="of a turn: thoughts, which later prompts leave out")
     add("--say", type=_at_least(1), metavar="TOKENS", help="of a turn: what is said, and stays")
@@ -323,11 +328,13 @@ def main(argv: list[str] | None = None) -> int:
         plan.print_help(sys.stderr)
         return 2
     try:
-        if is_plan:
-            from verl_prefix.tools.plan.script import expanded
+        # A simulation takes minutes, and shows its progress on stderr.
+        with warnings_last() if is_plan and not arguments.simulate else contextlib.nullcontext():
+            if is_plan:
+                from verl_prefix.tools.plan.script import expanded
 
-            _, arguments.words = plan.parse_known_args(_long(expanded(words)), arguments)
-        return arguments.run(arguments)
+                _, arguments.words = plan.parse_known_args(_long(expanded(words)), arguments)
+            return arguments.run(arguments)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if arguments.run is _doctor:  # the traceback is what it is for
             raise

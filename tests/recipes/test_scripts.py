@@ -382,7 +382,7 @@ def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_f
     assert found["parameters"] / 1e9 == pytest.approx({"Qwen3-8B": 8.19, "Llama-3-8B": 8.03}.get(name, 8.29), abs=0.01)
     assert found["prompt_tokens"]["p50"] > 400 and found["tokens"]["ratio"] > 3 and found["speedup"]["update"] > 2.5
     stock = planned("dp")
-    assert "trainer.v1.trainer_mode=prefix_sync" in stock.pop("notes")[0]
+    assert "trainer.v1.trainer_mode=prefix_sync, update " in stock["advice"]
     assert 1.5 < stock["tokens"]["ratio"] <= found["tokens"]["ratio"]  # several mini-batches
 
 

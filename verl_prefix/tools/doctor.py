@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-import io
 import itertools
 import json
 import os
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from verl_prefix.config.engines import ENGINES, Engine
-from verl_prefix.tools.report import provenance
+from verl_prefix.tools.report import provenance, warnings_last
 from verl_prefix.versions import INSTALL, installed_version, moving_verl, untested_transformers, untested_verl
 
 PACKAGE = "verl-prefix"
@@ -241,23 +240,11 @@ CHECKS = (
 )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _warnings_last() -> Iterator[None]:
-    """Context whose stderr comes behind it, so that no warning stands between two findings. It holds what Python
-    writes, not what C code does."""
-    held = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(held):
-            yield
-    finally:
-        sys.stderr.write(held.getvalue())
-
-
 def doctor(as_json: bool = False) -> int:
     """Prints a line per check, or all as JSON, and returns the exit code: 0, or 1 with what to do for each problem."""
     findings: list[Finding] = []
     try:
-        with _warnings_last(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with warnings_last(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             for finding in itertools.chain.from_iterable(check() for check in CHECKS):
                 findings.append(finding)
                 if not as_json:

@@ -1,9 +1,12 @@
 """Parts of every report: of which code and machine it is, and its text and tables, in Markdown and on a terminal."""
 
+import contextlib
 import importlib.util
+import io
 import os
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +33,18 @@ def check_out(out: Path | None, allow_dirty: bool = True) -> None:
         if git["commit"] is None:
             wrong = f"this copy of verl_prefix is neither installed nor a git checkout: set {COMMIT} to its commit"
         raise ValueError(f"{wrong}, or add --allow-dirty")
+
+
+@contextlib.contextmanager
+def warnings_last() -> Iterator[None]:
+    """Context whose stderr comes behind it: an answer stands first, and no warning within it. It holds what Python
+    writes, not what C code does."""
+    held = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(held):
+            yield
+    finally:
+        sys.stderr.write(held.getvalue())
 
 
 def provenance(schema: str, device: str | None = None) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import contextlib
 import importlib.util
 import os
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -71,9 +73,7 @@ def model_engine(config_name: str, words: list[str], config_path: str = CONFIG_P
     known, ours = (_trainer() / "config" / "engine").glob("*.yaml"), [x for e in ENGINES for x in (e.verls, e.name)]
     others = {path.stem for path in known} - {*ours, "fsdp"}
     shared = ", ".join(engine.verls for engine in ENGINES)
-    sections = [
-        key.split(".")[2] for key in values if key.count(".") > 2 and key.startswith("actor_rollout_ref.actor.")
-    ]
+    sections = [key.removeprefix("actor_rollout_ref.actor.").partition(".")[0] for key in values]
     for name in (asked, values.get("actor_rollout_ref.actor.strategy"), *sections):
         if name in others:
             raise Unsupported(f"this trains with {name}; prefixes are shared under model_engine={shared}")
@@ -96,14 +96,11 @@ def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_P
         overrides = [f"hydra.searchpath=[file://{trainer / 'config'}]", *overrides]
     try:
         with initialize_config_dir(str(folder), version_base=None):
-            try:
-                return compose(config_name, overrides=overrides, **options)
-            except HydraException as error:
-                if unknown := re.match("Could not override '(.+)'", str(error)):
-                    engine = [word for word in overrides if word.startswith(("model_engine=", "hydra.searchpath="))]
-                    raise PlanError(_unknown(unknown[1], compose(config_name, overrides=engine))) from error
-                raise
+            return compose(config_name, overrides=overrides, **options)
     except HydraException as error:
+        if unknown := re.match("Could not override '(.+)'", str(error)):
+            engine = [word for word in overrides if word.startswith("model_engine=")]
+            raise PlanError(_unknown(unknown[1], _compose(config_name, engine, config_path))) from error
         raise PlanError(f"the overrides do not compose: {' '.join(str(error).split())}") from error
 
 
@@ -112,17 +109,11 @@ def _unknown(key: str, config: DictConfig) -> str:
     other = next((engine for engine in ENGINES if f".{engine.section}." in key), None)
     if other and other is not engine_of(config.actor_rollout_ref.actor):
         return f"{key} is of verl's {other.title} engine; set model_engine={other.verls}"
-    leaf, keys = key.rpartition(".")[2], list(_keys(OmegaConf.to_container(config), ""))
-    same = [one for one in keys if one.rpartition(".")[2] == leaf]  # in another section
-    near = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, keys, n=1, cutoff=0.9)
-    return f"{key} is no key of this config{''.join(f'; the nearest is {one}' for one in near)}"
-
-
-def _keys(section: Any, above: str) -> Iterator[str]:
-    for name, value in section.items():
-        yield f"{above}{name}"
-        if isinstance(value, dict):
-            yield from _keys(value, f"{above}{name}.")
+    parent, _, leaf = key.rpartition(".")
+    near = get_close_matches(leaf, (OmegaConf.select(config, parent) if parent else config) or (), n=1)
+    return f"{key} is no key of this config" + "".join(
+        f"; the nearest is {key.removesuffix(leaf)}{one}" for one in near
+    )
 
 
 def prefix_engine_sources(engine: str) -> tuple[list[str], dict[str, str]]:
@@ -196,12 +187,26 @@ def check_batch(config: DictConfig, several_turns: bool) -> None:
         )
 
 
-def check_model_paths(config: DictConfig) -> None:
-    """Raises PlanError where the model's path is absolute, and nothing is there; a relative one may be a hub's name."""
-    for key in ("path", "tokenizer_path", "hf_config_path"):
-        path = config.actor_rollout_ref.model.get(key)
-        if path and Path(path).is_absolute() and not Path(path).exists():
+def check_model_paths(config: DictConfig, needs_tokenizer: bool) -> None:
+    """Raises PlanError where the model's path is absolute, and nothing is there, or a folder has no tokenizer that is
+    needed; a relative path may be a hub's name. Where the hub cannot be reached only what is cached is looked for: a
+    retry after another of each file would take minutes."""
+    model = config.actor_rollout_ref.model
+    paths = {key: model.get(key) for key in ("path", "tokenizer_path", "hf_config_path") if model.get(key)}
+    for key, path in paths.items():
+        if Path(path).is_absolute() and not Path(path).exists():
             raise unreadable_model(key, path, "nothing is there")
+    key = "tokenizer_path" if "tokenizer_path" in paths else "path"
+    files = [file.name for file in Path(paths.get(key, "")).glob("*") if "path" in paths]
+    if needs_tokenizer and files and not re.search(r"token|tekken|vocab|spiece|\.model\b", " ".join(files)):
+        raise unreadable_model(key, paths[key], "it has no tokenizer")
+    if not all(Path(path).exists() for path in paths.values()) and not os.environ.get("HF_HUB_OFFLINE"):
+        hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        try:
+            urllib.request.urlopen(urllib.request.Request(hub, method="HEAD"), timeout=10).close()
+        except OSError as error:
+            if not isinstance(error, urllib.error.HTTPError):  # of a hub that answers
+                os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def unreadable_model(key: str, path: object, reason: str) -> PlanError:
@@ -292,9 +297,9 @@ def read_command(options: Options) -> Asked:
     folder, name = options.config
     config = compose_config(name, options.overrides, folder)
     check_sizes(config)
-    options.check_lengths(config.data.max_response_length)
+    options.check_lengths(config.data.max_prompt_length, config.data.max_response_length)
     rollouts = read_dumps(options.response_lengths) if options.response_lengths and options.has_dump else []
     check_batch(config, several_turns=bool(options.session or rollouts))
-    messages = None if rollouts else read_messages(config)
-    check_model_paths(config)
+    messages = None if rollouts or options.prompt_lengths else read_messages(config)
+    check_model_paths(config, needs_tokenizer=bool(messages or rollouts))
     return Asked(options, config, model_engine(name, options.overrides, folder), messages, rollouts)

@@ -7,7 +7,6 @@ passes; and, but by `--simulate`, communication, the optimizer and a vision towe
 is larger than said).
 """
 
-import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -45,7 +44,6 @@ def _predictions(config: Any, work: Work, model: Model) -> tuple[Predictor, dict
     roles = config.actor_rollout_ref
     over = roles.actor.prefix.trees
 
-    @functools.cache
     def price(*overrides: str) -> Predictor:
         other: Any = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
         return predict(other.actor_rollout_ref, steps_of(work, other, sizes(other)), model)
@@ -72,7 +70,7 @@ def figures(asked: Asked) -> dict[str, Any]:
     refused = {"unsupported": reasons, "verdict": f"Not possible: {reasons[0]}"} if reasons else {"unsupported": []}
     if reasons and unsupported_reasons(read_model_config(config)):
         return {**refused, "notes": []}
-    tokenizer = read_tokenizer(config)
+    tokenizer = read_tokenizer(config) if asked.messages or asked.rollouts else None
     dump = read_dump(asked.rollouts, tokenizer)
     has_turns = bool(options.session or dump)
     check_batch(config, several_turns=has_turns)
@@ -97,20 +95,9 @@ def figures(asked: Asked) -> dict[str, Any]:
         path = "phased" + "+offload" * config.actor_rollout_ref.actor.prefix.offload if now.phased else "packed"
         needed = simulation["arms"][path]["peak_gib"]
     return {
-        **judge(
-            config,
-            work,
-            now,
-            trees,
-            price,
-            engine=asked.engine,
-            parts=parts,
-            gpu=options.gpu,
-            limit=limit,
-            needed=needed,
-        ),
+        **judge(asked, work, now, trees, price, limit=limit, needed=needed),
         **refused,
-        "notes": notes(config, work, model, now, price),
+        "notes": list(notes(config, work, model, now)),
         **_of_rows(work),
         **_of_passes(now, trees),
         "speedup": now.gains[now.schedule] | ({"step": step_gain(config, now, parts)} if parts else {}),

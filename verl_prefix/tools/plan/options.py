@@ -101,19 +101,25 @@ def read_dumps(path: str) -> list[Rollout]:
     return rollouts
 
 
-def spread(spec: str) -> tuple[float, float]:
-    """Mean and deviation of response lengths, "MEAN,STD"; without STD it is half the mean.
+def spread(spec: str, option: str = "--response-lengths", forms: str = "MEAN, MEAN,STD, or a folder of rollout dumps",
+           default: float = 0.5) -> tuple[float, float]:  # fmt: skip
+    """Mean and spread of lengths, "MEAN,STD"; without STD it is `default` times the mean.
 
     Raises:
         PlanError: the specification is none.
     """
     try:
-        mean, std = (float(x) for x in (spec.split(",") if "," in spec else (spec, float(spec) / 2)))
+        mean, std = (float(x) for x in (spec.split(",") if "," in spec else (spec, float(spec) * default)))
     except ValueError:
-        raise PlanError(f"--response-lengths {spec!r}: write MEAN, MEAN,STD, or a folder of rollout dumps") from None
+        raise PlanError(f"{option} {spec!r}: write {forms}") from None
     if not (1 <= mean < math.inf and 0 <= std < math.inf):
-        raise PlanError(f"--response-lengths {spec!r}: write a mean of at least 1 and a finite STD of at least 0")
+        raise PlanError(f"{option} {spec!r}: write a mean of at least 1 and a finite spread of at least 0")
     return mean, std
+
+
+def prompt_spread(spec: str) -> tuple[float, float]:
+    """Mean of prompt lengths and the deviation of their logarithm, 0 where none is given; see `spread`."""
+    return spread(spec, "--prompt-lengths", "MEAN or MEAN,DEVIATION of the logarithm, as in 2400,0.4", default=0.0)
 
 
 def shares(spec: str | None) -> dict[str, float]:
@@ -151,7 +157,7 @@ class Options:
     Attributes:
         words: of the training command; `overrides`: its overrides.
         config_path, config_name: as asked. config: folder and name of its config, see `compose.compose_config`.
-        response_lengths: see `spread`, or verl's rollout dumps. fit: GiB of a GPU.
+        response_lengths: see `spread`, or verl's rollout dumps. prompt_lengths: see `prompt_spread`. fit: GiB of a GPU.
         session: by turns, thinking, say and tool; None: sessions have one turn, or are dumped.
         parts: by shares, see the function `shares`. dead_groups: the share of groups without advantage.
 
@@ -163,6 +169,7 @@ class Options:
     config_path: str | None = None
     config_name: str | None = None
     response_lengths: str | None = None
+    prompt_lengths: str | None = None
     turns: int | None = None
     thinking: int | None = None
     say: int | None = None
@@ -210,8 +217,10 @@ class Options:
             )
         return Turns(self.turns, self.thinking or 0, self.say or 0, self.tool or 0)
 
-    def check_lengths(self, longest: int) -> None:
-        """Raises PlanError where responses are longer than `longest`, data.max_response_length."""
+    def check_lengths(self, longest_prompt: int, longest: int) -> None:
+        """Raises PlanError where prompts or responses are longer than data.max_{prompt,response}_length."""
+        if self.prompt_lengths and prompt_spread(self.prompt_lengths)[0] > longest_prompt:
+            raise PlanError(f"--prompt-lengths {self.prompt_lengths} is over data.max_prompt_length={longest_prompt}")
         if self.session and (length := self.session.thinking + self.session.say) > longest:
             raise PlanError(
                 f"--thinking {self.thinking} --say {self.say}: responses of {length} tokens are over "

@@ -14,15 +14,18 @@ from transformers import (
     PreTrainedModel,
 )
 from verl.tools.tool_registry import load_all_tools
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.utils import need_reference_policy
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import update_model_config
 from verl.utils.tokenizer import build_multimodal_processor_inputs
+from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import wrong_when_sharded
-from verl_prefix.config.driver import check_driver
+from verl_prefix.config.driver import check_driver, is_v1
 from verl_prefix.config.engines import FSDP2, MEGATRON, VEOMNI, attention_of, engine_of, slices_of
 from verl_prefix.config.model import check_dealt, check_model_family, check_sequence_parallel
 from verl_prefix.models.recurrent import packing_leak
@@ -127,6 +130,18 @@ def check_prefix(config: DictConfig) -> None:
         raise PlanError(reason)
 
 
+def _unknown_names(config: DictConfig) -> Iterator[str]:
+    """Names that verl looks up when the job runs, and does not have."""
+    known = {
+        "actor_rollout_ref.rollout.name": RolloutReplicaRegistry._registry,
+        "algorithm.adv_estimator": ADV_ESTIMATOR_REGISTRY,
+        **({"trainer.v1.trainer_mode": TRAINER_REGISTRY} if is_v1(config) else {}),
+    }
+    for key, names in known.items():
+        if (value := OmegaConf.select(config, key)) is not None and value not in names:
+            yield f"{key}={value}: verl knows {', '.join(sorted(names))}"
+
+
 def _refusal(check: Callable[..., Any], *arguments: Any) -> str | None:
     """The complaint of a config class or check about values that it refuses, or None."""
     try:
@@ -143,7 +158,7 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     section, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     sizes = num_ranks, prompts_of_step(config)
     # The driver ends with the first; here all are named.
-    reasons = [_refusal(check_driver, config, False)]
+    reasons = [*_unknown_names(config), _refusal(check_driver, config, False)]
     reasons.append(_refusal(lambda: omega_conf_to_dataclass(section).validate(*sizes, model)))
     if section.prefix.schedule != "stock":
         reasons.append(_refusal(check_model_family, section, model))
@@ -181,8 +196,8 @@ def _tool_schemas(data: DictConfig) -> list[dict[str, Any]] | None:
     except Exception as error:  # they are the user's own code
         named = ", ".join(f"data.{key}={path}" for key, path in paths.items() if path)
         raise PlanError(
-            f"{named}: these tools cannot be loaded here ({type(error).__name__}: {error}); make them importable, or "
-            "set the key to null to plan without their schemas"
+            f"{named}: these tools cannot be loaded here ({type(error).__name__}: {error}); plan with PYTHONPATH="
+            "FOLDER of what they import, or set the key to null to plan without their schemas"
         ) from error
     return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
 

@@ -13,6 +13,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 
 from verl_prefix.config.driver import is_v1
 from verl_prefix.config.engines import FSDP2, engine_of
+from verl_prefix.tools.plan.compose import Asked
 from verl_prefix.tools.plan.predict import Predictor
 from verl_prefix.tools.plan.work import Work, counts_rows, splits_groups
 
@@ -69,27 +70,27 @@ def is_worth_it(predicted: Predictor) -> bool:
 
 
 def judge(
-    config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price,
-    engine: str, parts: dict[str, float], gpu: str, limit: float, needed: float,
-) -> dict[str, Any]:  # fmt: skip
+    asked: Asked, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price, limit: float, needed: float
+) -> dict[str, Any]:
     """The part of the report that says what to do.
 
     Args:
-        now: predicted of the command. trees: the same by `prefix.trees`. engine: that the command names. parts: see
-            `step_gain`. gpu, limit: its name and GiB; infinite without a GPU. needed: GiB of a rank.
+        now: predicted of the command. trees: the same by `prefix.trees`. limit: GiB of a GPU; infinite without one.
+            needed: GiB of a rank.
     """
-    fits, worth, over = needed <= limit, is_worth_it(now), config.actor_rollout_ref.actor.prefix.trees
-    change = _best_change(config, work, now, trees, price, limit=limit, needed=needed)
+    config, parts = asked.config, asked.options.parts
+    fits, worth = needed <= limit, is_worth_it(now)
+    changes = _gaining(config, work, now, trees, price, limit=limit, needed=needed)
+    change = changes[0] if changes else None
     step = f"step {step_gain(config, now, parts):.2g}x"
     if not parts and rollout_is_apart(config):
         step = f"trainer's {step} while it need not wait for the rollout, which is apart and not planned"
     elif not parts:
         step = f"step about {step.removeprefix('step ')} if rollout is half of it"
     gain = f"update {now.gains[path_of(now)]['update']:.2f}x, {step}"
-    memory = "" if limit == math.inf else f"{needed:.3g} of {limit:.0f} GiB ({gpu})"
-    is_alone = work.steps[0].size.rollouts == 1 and not work.turns
+    memory = "" if limit == math.inf else f"{needed:.3g} of {limit:.0f} GiB ({asked.options.gpu})"
     start = "Worth it"
-    if is_alone and over != "batch":
+    if work.steps[0].size.rollouts == 1 and not work.turns and config.actor_rollout_ref.actor.prefix.trees != "batch":
         start = "Nothing is shared (a prompt has one response), but lm_head skips prompts"
     if not worth:
         verdict = f"Not worth it{' as it is' if change else ''}: {_reason(work, now)}"
@@ -98,18 +99,22 @@ def judge(
     else:
         verdict = f"{start}: {gain}{memory and f', fits in {memory}'}"
         ours = engine_of(config.actor_rollout_ref.actor)
-        todo = [f"model_engine={ours.name}"] if engine != ours.name else []
+        todo = [f"model_engine={ours.name}"] if asked.engine != ours.name else []
         todo += [f"{ACTOR}.prefix.schedule=auto"] if now.schedule == "stock" else []
         trains = "" if ours is FSDP2 else f"this trains with {ours.verls}: "
         verdict += f": {trains}set {' and '.join(todo)}" if todo else ""
-    if change:
-        do = "Gains most" if fits else f"Fits in {change.needed_gib:.3g} GiB"
-        advice = f"{do}: {' '.join(change.overrides)}, update {change.update:.2f}x, not {change.instead_of:.2f}x"
-        if "prefix.trees=" in change.overrides[0] and now not in trees.values():
-            advice += " (both of one drawn step; the first line's is of several)"
-    else:
-        advice = "No change that was tried " + ("gains 2 % more" if fits else "fits: use more GPUs")
-    return {"verdict": verdict, "advice": advice, "worth_it": worth, "needed_gib": needed, "fits": fits,
+    dos = (
+        ["Gains most", *["Gains too"] * len(changes)]
+        if fits or not change
+        else [f"Fits in {change.needed_gib:.3g} GiB"]
+    )
+    advice = [
+        f"{do}: {' '.join(one.overrides)}, update {one.update:.2f}x, not {one.instead_of:.2f}x"
+        + " (both of one drawn step; the first line's is of several)"
+        * ("prefix.trees=" in one.overrides[0] and now not in trees.values())
+        for do, one in zip(dos, changes, strict=False)
+    ] or ["No change that was tried " + ("gains 2 % more" if fits else "fits: use more GPUs")]
+    return {"verdict": verdict, "advice": "\n".join(advice), "worth_it": worth, "needed_gib": needed, "fits": fits,
             "change": change and change._asdict()}  # fmt: skip
 
 
@@ -125,11 +130,11 @@ def _reason(work: Work, now: Predictor) -> str:
     )
 
 
-def _best_change(
+def _gaining(
     config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price,
     limit: float, needed: float,
-) -> Change | None:  # fmt: skip
-    """The change that gains most of those that fit; where the command does not fit, the fastest that does; or None."""
+) -> list[Change]:  # fmt: skip
+    """The changes that fit and gain, each alone, most first; where the command does not fit, all that do."""
     fits, changes = needed <= limit, list[Change]()
     for overrides in _changes(config, work, trees, fits):
         level = overrides[0].partition("prefix.trees=")[2]
@@ -140,7 +145,7 @@ def _best_change(
         gib = needed_gib(other) * needed / needed_gib(now)  # a simulation may have said more, or less
         if gib <= limit and (update >= WORTH * before or not fits):
             changes.append(Change(overrides, update, before, gib))
-    return max(changes, key=lambda one: one.update / one.instead_of, default=None)
+    return sorted(changes, key=lambda one: one.instead_of / one.update)
 
 
 def _changes(config: Any, work: Work, trees: Iterable[str], fits: bool) -> Iterator[list[str]]:
@@ -151,8 +156,8 @@ def _changes(config: Any, work: Work, trees: Iterable[str], fits: bool) -> Itera
     whole = [f"trainer.v1.trainer_mode=prefix_{mode}"] if is_v1(config) and not mode.startswith("prefix_") else []
     if counts_rows(config, work):
         yield [f"{ACTOR}.prefix.mini_batches=prompts", *whole]
-    elif whole and splits_groups(size):
-        yield whole
+    elif splits_groups(size):
+        yield whole or ["trainer.balance_batch=False"]  # verl's older trainer deals rows by length
     for key, value in {"schedule": "auto", "exchange": "auto", "wave_tokens": "null"}.items():
         if str(actor.prefix[key]) not in (value, "None"):
             yield [f"{ACTOR}.prefix.{key}={value}"]

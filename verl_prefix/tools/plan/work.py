@@ -1,5 +1,6 @@
 """Rows that `verl-prefix plan` prices: by data and response lengths, by numbers of turns, or as a run dumped them."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, tee
@@ -17,9 +18,9 @@ from verl_prefix.tools.plan.compose import (
     prompts_of_step,
     read_messages,
 )
-from verl_prefix.tools.plan.options import PlanError, Turns, spread
+from verl_prefix.tools.plan.options import PlanError, Turns, prompt_spread, spread
 from verl_prefix.tools.plan.predict import SEED, MicroBatch, Sizes, Step, drawn_steps
-from verl_prefix.tools.plan.training_command import read_prompts
+from verl_prefix.tools.plan.training_command import MAX_PROMPTS, Prompt, read_prompts
 from verl_prefix.tools.plan.turns import Dump, TokenStep, made_up, of_dump, token_step
 
 
@@ -32,7 +33,10 @@ def response_lengths(asked: Asked, tokenizer: Any) -> tuple[Iterator[int], list[
         texts = [rollout.response for rollout in asked.rollouts]
         # A finished response also has its end token.
         lengths = [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-        return (draw.choice(lengths) for _ in count()), []
+        return (draw.choice(lengths) for _ in count()), [
+            f"of {spec} only the lengths of {len(lengths)} responses are used: no uid there is of a session with "
+            "several rows (uid_session_turn, as verl's v1 trainer writes it)"
+        ]
     mean, std = spread(spec or str(max(1, longest / 2)))
     # A draw may be infinite where STD is huge.
     draws = (round(min(longest, max(1, draw.gauss(mean, std)))) for _ in count())
@@ -42,6 +46,16 @@ def response_lengths(asked: Asked, tokenizer: Any) -> tuple[Iterator[int], list[
         f"response lengths are drawn around {mean:g} tokens with a deviation of {std:g}, from 1 to {longest} (data."
         "max_response_length); --response-lengths MEAN,STD or a folder of trainer.rollout_data_dir says what yours are"
     ]
+
+
+def drawn_prompts(spec: str, longest: int) -> tuple[list[Prompt], int]:
+    """Prompts of lengths that `spec` says, the same in every run, which share no token, and how many are over
+    `longest`."""
+    draw, (mean, deviation) = Random(SEED), prompt_spread(spec)
+    middle = math.log(mean) - deviation**2 / 2
+    lengths = [max(1, round(math.exp(min(50, draw.gauss(middle, deviation))))) for _ in range(MAX_PROMPTS)]
+    kept = [length for length in lengths if length <= longest]
+    return [Prompt(n, ids=range(i << 20, (i << 20) + n)) for i, n in enumerate(kept)], len(lengths) - len(kept)
 
 
 @dataclass(frozen=True)
@@ -86,8 +100,12 @@ def read_work(asked: Asked, size: Sizes, shape: ModelShape, tokenizer: Any, dump
             "again without the special tokens that verl's dumps leave out, and cut where prompts part"
         ]
     else:
-        prompts, overlong = read_prompts(config, asked.messages or read_messages(config), tokenizer)
-        is_text, ends = all(prompt.ids for prompt in prompts), end_tokens(tokenizer)
+        prompts, overlong = (
+            drawn_prompts(options.prompt_lengths, config.data.max_prompt_length)
+            if options.prompt_lengths
+            else read_prompts(config, asked.messages or read_messages(config), tokenizer)
+        )
+        is_text, ends = all(prompt.ids for prompt in prompts), end_tokens(tokenizer) if tokenizer else set()
         if (turns := options.session) is None:
             draws, assumed = response_lengths(asked, tokenizer)
             draws, again = tee(draws)
