@@ -318,7 +318,8 @@ def test_a_note_without_add_note():
 
 def _two_ranks(others: list[float]) -> SimpleNamespace:
     """MOCK: a backend of one of two ranks, of which the other says `others`."""
-    return SimpleNamespace(ranks=SimpleNamespace(max_over_ranks=lambda values: [max(*values, *others)]))
+    ranks = SimpleNamespace(max_over_ranks=lambda values: [max(*values, *others)])
+    return SimpleNamespace(ranks=ranks, gradient_bytes=lambda: 4.0)
 
 
 @pytest.mark.parametrize(("factor", "checkpointed", "tower", "option", "keeps"), [
@@ -361,6 +362,27 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     assert not kept(plan, 0.0), "another rank lacks room"
     others[:] = [0.0]
     assert not kept(plan), "and an update without left nothing"
+
+
+def test_what_another_engine_takes_between_updates_is_no_room(monkeypatch):
+    """Moments of the actor, which come after the critic's first update. MOCK: the memory of a GPU."""
+    held = [104]  # gradients among them
+    monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held[0])
+    updates = headroom.Headroom(_two_ranks([0.0]))
+    shape = ModelShape(2e6, 0.0, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0)
+    memory = Memory(ranks=2, checkpointed=True, no_sync=False, logits_chunk=4096, offload=False)
+    costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
+    plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
+    needs = peak_bytes(shape, plan, (), dataclasses.replace(memory, attention_kept=True))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * needs, 0))
+    kept = []
+    for now in (100, 100, 100 + int(2 * needs), 100):
+        held[0] = now
+        with updates.update():
+            kept.append(updates.keeps(plan, costs, "auto", one_copy=False).attention_kept)
+            held[0] = 104
+    assert kept == [False, True, False, True]
 
 
 @pytest.mark.parametrize("checkpointed", [True, False])

@@ -23,6 +23,7 @@ class Headroom:
         self._is_known = get_device_name() == "cuda"
         # Bytes that an update may add, by those before it; None: there was none.
         self._bytes: float | None = None if self._is_known else math.inf
+        self._allocated = 0  # bytes that the process held behind the last one
         self._largest = self._estimate = 0.0  # what the largest and the present one add, by estimate
         self._meter = Meter()  # of the last update, until one had waves; then it stays
 
@@ -45,6 +46,7 @@ class Headroom:
             self._largest = max(self._largest, self._estimate)
             found = torch.cuda.mem_get_info()[0] + self._largest
             self._bytes = found if self._bytes is None else min(self._bytes, found)
+            self._allocated = torch.cuda.memory_allocated()
 
     def keeps(self, plan: Plan, costs: CostModel, option: str, one_copy: bool) -> Memory:
         """What this update keeps, the same on every rank: attention's outputs and all logits of a pass, attention's
@@ -61,7 +63,11 @@ class Headroom:
         more = replace(least, attention_kept=attention)
         choices = (replace(more, all_logits=all_logits), more, least)
         adds = [peak_bytes(shape, plan, (), memory) for memory in choices]
-        fits = [ROOM_FACTOR * added <= (self._bytes or 0.0) for added in adds[:-1]]
+        room = self._bytes or 0.0
+        if self._is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
+            now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
+            room -= max(0, now - self._allocated)
+        fits = [ROOM_FACTOR * added <= room for added in adds[:-1]]
         (chosen,) = self._backend.ranks.max_over_ranks([float([*fits, True].index(True))])
         self._estimate = adds[int(chosen)]
         return choices[int(chosen)]
