@@ -37,7 +37,7 @@ from verl_prefix.engine.rows import BatchRows  # noqa: E402
 from verl_prefix.models.messages import end_tokens  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402
-from verl_prefix.tools.plan import compose, figures, options, script, turns, verdict, work  # noqa: E402
+from verl_prefix.tools.plan import compose, figures, options, report, script, turns, verdict, work  # noqa: E402
 from verl_prefix.tools.plan.options import Options  # noqa: E402
 from verl_prefix.tools.plan.predict import Sizes  # noqa: E402
 from verl_prefix.tools.plan.training_command import Prompt  # noqa: E402
@@ -1282,3 +1282,29 @@ def test_a_part_of_a_large_step_is_priced_without_padding(num_turns, prompts):
         size, shape, [Prompt(4, ids=[3, 4, 5, 6])], {2}, options.Turns(num_turns, 1, 2, 1), iter([3] * 5120), 1280
     )
     assert None not in made.keys and len(set(made.keys)) == prompts and made.size.mini_batches == 3
+
+
+def test_a_critic_is_priced_by_its_own_model_and_counts_in_the_step(folder):
+    shares = "update=0.3,old=0.1,values=0.1,critic=0.3"
+    gae = "algorithm.adv_estimator=gae", f"critic.model.path={folder}"
+    ours, verls = build(folder, *gae, shares=shares), build(folder, *gae, "critic=dp_critic", shares=shares)
+    alone = build(folder, shares=shares)
+    assert ours["unsupported"] == [] and ours["speedup"]["update"] == alone["speedup"]["update"]
+    critic = ours["critic"]
+    # No lm_head, whose logits verl computes for prompts too: nearer to the ratio of tokens.
+    assert 1.5 < critic["speedup"]["critic"] < alone["speedup"]["update"]
+    assert critic["tokens"]["logical"] == alone["tokens"]["logical"]
+    assert verls["critic"]["speedup"] == {"values": 1.0, "critic": 1.0}
+    gained = sum(share * (1 - 1 / critic["speedup"][name]) for name, share in (("values", 0.1), ("critic", 0.3)))
+    assert 1 / verls["speedup"]["step"] - 1 / ours["speedup"]["step"] == pytest.approx(gained)
+    assert ours["needed_gib"] > alone["needed_gib"] + 0.9 * critic["resident_gib"]
+    assert "critic, resident" in str(report.blocks(ours)) and "critic" not in str(report.blocks(alone))
+
+
+def test_a_critic_that_cannot_be_read_here_is_a_note_and_one_that_is_refused_is_named(folder, tmp_path):
+    found = build(folder, "algorithm.adv_estimator=gae", f"critic.model.path={tmp_path / 'nothing'}")
+    assert found["unsupported"] == [] and "critic" not in found
+    assert any("critic is not priced" in note for note in found["notes"])
+    path = write_tiny_model(tmp_path / "lfm2", family="lfm2")
+    found = build(folder, "algorithm.adv_estimator=gae", f"critic.model.path={path}")
+    assert any("critic=dp_critic" in reason for reason in found["unsupported"])

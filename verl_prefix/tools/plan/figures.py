@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
-from verl_prefix.config.engines import slices_of
+from verl_prefix.config.engines import CRITIC, slices_of
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.compose import Asked, check_batch
@@ -32,8 +32,8 @@ from verl_prefix.tools.plan.training_command import (
     refusals,
 )
 from verl_prefix.tools.plan.turns import LEVELS, read_dump
-from verl_prefix.tools.plan.verdict import Price, judge, needed_gib, step_gain
-from verl_prefix.tools.plan.work import Work, read_work, sizes, steps_of
+from verl_prefix.tools.plan.verdict import Price, critic_gains, judge, needed_gib, step_gain
+from verl_prefix.tools.plan.work import Work, as_actor, read_work, sizes, steps_of
 from verl_prefix.tools.simulate.command import read_job, simulated
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 
@@ -55,6 +55,22 @@ def _predictions(config: Any, work: Work, model: Model) -> tuple[Predictor, dict
     }
     of_level = trees.get(over) if work.turns or over == "batch" else None
     return of_level or price(), trees, price
+
+
+def _of_critic(config: Any, work: Work) -> tuple[Predictor | None, list[str]]:
+    """Predicted of the critic, whose old log-probs are values; None: there is none, or it cannot be priced, and why."""
+    other = as_actor(config)
+    if other is None:
+        return None, []
+    try:
+        model = read_model(other, critic=True)
+    except PlanError:
+        return None, ["the critic is not priced: critic.model.path cannot be read here, or has no token classification"]
+    steps = [replace(x, shape=model.shape, dead=frozenset()) for x in steps_of(work, other, sizes(other))]
+    predicted = predict(other.actor_rollout_ref, steps, model)
+    if config.critic._target_ != CRITIC.target:
+        predicted.schedule = "stock"
+    return predicted, []
 
 
 def figures(asked: Asked) -> dict[str, Any]:
@@ -87,20 +103,22 @@ def figures(asked: Asked) -> dict[str, Any]:
         raise PlanError(f"--simulate knows no sequence parallelism of pixels; leave it out, or set {key}=1")
     work = read_work(asked, size, model.shape, tokenizer, dump)
     now, trees, price = _predictions(config, work, model)
-    needed, simulation = needed_gib(now), {}
+    critic, why = _of_critic(config, work)
+    needed, simulation = needed_gib(now, critic), {}
     on_cpu = any(word.lstrip("+") == "platform=cpu" for word in options.overrides)
     limit = math.inf if on_cpu else read_hardware(options.gpu).capacity / GIB
     if options.simulate:
         simulation = _simulated(asked, size, now, model)
         path = "phased" + "+offload" * config.actor_rollout_ref.actor.prefix.offload if now.phased else "packed"
-        needed = simulation["arms"][path]["peak_gib"]
+        needed = simulation["arms"][path]["peak_gib"] + (critic.resident_gib if critic else 0)
     return {
-        **judge(asked, work, now, trees, price, limit=limit, needed=needed),
+        **judge(asked, work, now, trees, price, limit=limit, needed=needed, critic=critic),
         **refused,
-        "notes": list(notes(config, work, model, now)),
+        "notes": [*notes(config, work, model, now), *why],
         **_of_rows(work),
         **_of_passes(now, trees),
-        "speedup": now.gains[now.schedule] | ({"step": step_gain(config, now, parts)} if parts else {}),
+        "speedup": now.gains[now.schedule] | ({"step": step_gain(config, now, parts, critic)} if parts else {}),
+        **({"critic": _figures_of_critic(critic)} if critic else {}),
         "parameters": model.shape.parameters,
         **({"simulated": simulation} if options.simulate else {}),
     }
@@ -150,6 +168,19 @@ def _of_passes(now: Predictor, trees: dict[str, Predictor]) -> dict[str, Any]:
         "resident_gib": now.resident_gib,
         "added_gib": {name: value / GIB for name, value in now.peaks.items()},
     }  # fmt: skip
+
+
+def _figures_of_critic(critic: Predictor) -> dict[str, Any]:
+    """Its speed-ups, by the path that it takes and by each, and its memory."""
+    gains = {path: critic_gains(critic, path) for path in (*PATHS, critic.schedule)}
+    return {
+        "schedule": critic.schedule,
+        "speedup": gains[critic.schedule],
+        "speedup_by_schedule": {path: gains[path] for path in PATHS},
+        "tokens": {"logical": critic.logical, "physical": critic.computed["update"]},
+        "resident_gib": critic.resident_gib,
+        "added_gib": {name: value / GIB for name, value in critic.peaks.items()},
+    }
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from verl_prefix.tools.simulate.hardware import read_hardware
 CONFIG_PATH, CONFIG_NAME = "config", "ppo_trainer"  # verl's own, where the training command names none
 # verl's timing -> the pass that it holds.
 TIMINGS = {"timing_s/update_actor": "update", "timing_s/old_log_prob": "old", "timing_s/ref": "ref"}
+CRITIC_TIMINGS = {"timing_s/values": "values", "timing_s/update_critic": "critic"}
 MAIN = re.compile(
     r"(.*/)?verl[./](trainer[./]main_ppo\w*?|experimental[./](?:fully_async_policy[./]fully_async_main|"
     r"one_step_off_policy[./]main_ppo))(\.py)?"
@@ -130,10 +131,11 @@ def shares(spec: str | None) -> dict[str, float]:
     """
     if spec is None:
         return {}
+    timings = TIMINGS | CRITIC_TIMINGS
     if "=" not in spec:
         steps = list(read_run(spec).values())
         whole = statistics.median(step["timing_s/step"] for step in steps)
-        parts = {name: statistics.median(step.get(timing, 0.0) for step in steps) for timing, name in TIMINGS.items()}
+        parts = {name: statistics.median(step.get(timing, 0.0) for step in steps) for timing, name in timings.items()}
         if not (whole > 0 and all(0 <= part <= whole for part in parts.values())):
             raise PlanError(f"--shares {spec}: a step takes {whole} s, and its passes {parts}; name another run")
         return {name: part / whole for name, part in parts.items()}
@@ -142,10 +144,10 @@ def shares(spec: str | None) -> dict[str, float]:
     except ValueError:
         given = {}
     fit = all(0 <= share <= 1 for share in given.values()) and sum(given.values()) <= 1
-    if not given or set(given) - set(TIMINGS.values()) or not fit:
+    if not given or set(given) - set(timings.values()) or not fit:
         raise PlanError(
-            f"--shares {spec!r}: write update=0.5,old=0.1,ref=0.1 (0 to 1 each, at most 1 together), or a stock run's "
-            "file"
+            f"--shares {spec!r}: write update=0.5,old=0.1,ref=0.1, and of a critic values=0.1,critic=0.2 (0 to 1 each, "
+            "at most 1 together), or a stock run's file"
         )
     return given
 

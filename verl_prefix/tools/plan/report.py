@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from verl_prefix.tools.plan.options import TIMINGS
+from verl_prefix.tools.plan.options import CRITIC_TIMINGS, TIMINGS
 from verl_prefix.tools.plan.predict import PATHS
 from verl_prefix.tools.report import Table
 from verl_prefix.tools.simulate.command import tables
@@ -31,11 +31,16 @@ def _figures(report: dict[str, Any]) -> list[str | Table]:
     gains = [
         (name, *(f"{report['speedup_by_schedule'][path][name]:.2f}" for path in PATHS)) for name in TIMINGS.values()
     ]
-    added = report["added_gib"]
+    added, critic = report["added_gib"], report.get("critic")
     memory = [
         ("added", *(f"{value:.2f}" for value in added.values())),
         ("resident", *(f"{report['resident_gib']:.2f}" for _ in added)),
     ]
+    if critic:
+        by = critic["speedup_by_schedule"]
+        gains += [(name, *(f"{by[path][name]:.2f}" for path in PATHS)) for name in CRITIC_TIMINGS.values()]
+        memory.append(("critic, added", *(f"{value:.2f}" for value in critic["added_gib"].values())))
+        memory.append(("critic, resident", *(f"{critic['resident_gib']:.2f}" for _ in added)))
     tokens = report["tokens"]
     return [
         Table(("tokens", "p5", "median", "p95", "mean"), lengths, "lengths"),

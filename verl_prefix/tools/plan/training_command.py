@@ -10,12 +10,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-from verl.trainer.ppo.utils import need_reference_policy
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.config import omega_conf_to_dataclass
@@ -26,8 +27,8 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import wrong_when_sharded
 from verl_prefix.config.driver import check_driver, is_v1
-from verl_prefix.config.engines import FSDP2, MEGATRON, VEOMNI, attention_of, engine_of, slices_of
-from verl_prefix.config.model import check_dealt, check_model_family, check_sequence_parallel
+from verl_prefix.config.engines import CRITIC, FSDP2, MEGATRON, VEOMNI, attention_of, engine_of, slices_of
+from verl_prefix.config.model import check_dealt, check_model_family, check_sequence_parallel, read_hf_config
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.vision import is_vision_config, tower_of
 from verl_prefix.tools.plan.compose import (
@@ -85,10 +86,12 @@ class Model(NamedTuple):
     spread: str | None
 
 
-def read_model(config: DictConfig) -> Model:
-    """The command's model, on torch's meta device; PlanError where this machine has none."""
+def read_model(config: DictConfig, critic: bool = False) -> Model:
+    """The command's model, on torch's meta device; PlanError where this machine has none. critic: it has values."""
     roles, hf_config = config.actor_rollout_ref, read_model_config(config)
     auto_class = AutoModelForImageTextToText if is_vision_config(hf_config) else AutoModelForCausalLM
+    if critic:
+        auto_class, hf_config.num_labels = AutoModelForTokenClassification, 1
     with torch.device("meta"):
         hf = _read(config, "path", lambda _, **options: auto_class.from_config(hf_config, **options))
     shape, leak, spread = model_shape(hf, dtypes(roles.actor)[1]), None, None
@@ -167,6 +170,9 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
             reasons.append(_refusal(check_sequence_parallel, key, size, num_ranks, model))
             if role == "ref" and size > 1:
                 reasons.append(_refusal(check_dealt, key, size, read_model_config(config)))
+    critic = config.critic
+    if need_critic(config) and critic._target_ == CRITIC.target and read_hf_config(critic.model) is not None:
+        reasons.append(_refusal(lambda: omega_conf_to_dataclass(critic).validate(*sizes)))
     update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
     if update != old:
         reasons.append(

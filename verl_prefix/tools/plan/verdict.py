@@ -37,23 +37,36 @@ def path_of(predicted: Predictor) -> str:
     return "auto" if predicted.schedule == "stock" else predicted.schedule
 
 
-def needed_gib(predicted: Predictor) -> float:
-    """What a rank needs at the peak of an update."""
-    return predicted.resident_gib + predicted.peaks[path_of(predicted)] / 2**30
+def needed_gib(predicted: Predictor, critic: Predictor | None = None) -> float:
+    """What a rank needs at the peak of an update; with the critic's, which takes turns with it."""
+    both = [one for one in (predicted, critic) if one]
+    peaks = (one.peaks[one.schedule if one is critic else path_of(one)] for one in both)
+    return sum(one.resident_gib for one in both) + max(peaks) / 2**30
 
 
-def step_gain(config: Any, predicted: Predictor, parts: dict[str, float]) -> float:
+def critic_gains(critic: Predictor, path: str) -> dict[str, float]:
+    """Speed-ups of value pass and update of a critic, by the names of `options.CRITIC_TIMINGS`."""
+    gains = critic.gains[path]
+    return {"values": gains["old"], "critic": gains["update"]}
+
+
+def step_gain(config: Any, predicted: Predictor, parts: dict[str, float], critic: Predictor | None = None) -> float:
     """Speed-up of a whole step.
 
     Args:
+        critic: predicted of it, where there is one.
         parts: shares of a stock step; empty: `ROLLOUT` of it is no pass of the actor's, or nothing where the rollout
             has GPUs of its own.
     """
-    gains = predicted.gains[path_of(predicted)]
+    gains = predicted.gains[path_of(predicted)] | {"values": 1.0, "critic": 1.0}
+    gains |= critic_gains(critic, critic.schedule) if critic else {}
     if not parts:
         bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
         passes = ["update", *(["old"] if not bypass else []), *(["ref"] if need_reference_policy(config) else [])]
         stock, ours = (sum(predicted.seconds[path][x] for x in passes) for path in ("stock", path_of(predicted)))
+        if critic:
+            of_critic = (sum(critic.seconds[path][x] for x in ("old", "update")) for path in ("stock", critic.schedule))
+            stock, ours = (a + b for a, b in zip((stock, ours), of_critic, strict=True))
         rollout = 0.0 if rollout_is_apart(config) else ROLLOUT
         return 1 / (rollout + (1 - rollout) * ours / stock)
     return 1 / (1 - sum(parts.values()) + sum(share / gains[name] for name, share in parts.items()))
@@ -70,19 +83,20 @@ def is_worth_it(predicted: Predictor) -> bool:
 
 
 def judge(
-    asked: Asked, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price, limit: float, needed: float
-) -> dict[str, Any]:
+    asked: Asked, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price, limit: float, needed: float,
+    critic: Predictor | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The part of the report that says what to do.
 
     Args:
         now: predicted of the command. trees: the same by `prefix.trees`. limit: GiB of a GPU; infinite without one.
-            needed: GiB of a rank.
+            needed: GiB of a rank. critic: predicted of it, where there is one.
     """
     config, parts = asked.config, asked.options.parts
     fits, worth = needed <= limit, is_worth_it(now)
     changes = _gaining(config, work, now, trees, price, limit=limit, needed=needed)
     change = changes[0] if changes else None
-    step = f"step {step_gain(config, now, parts):.2g}x"
+    step = f"step {step_gain(config, now, parts, critic):.2g}x"
     if not parts and rollout_is_apart(config):
         step = f"trainer's {step} while it need not wait for the rollout, which is apart and not planned"
     elif not parts:

@@ -7,6 +7,9 @@ from itertools import count, islice, tee
 from random import Random
 from typing import Any
 
+from omegaconf import OmegaConf, open_dict
+from verl.trainer.ppo.utils import need_critic
+
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.driver import is_v1
 from verl_prefix.config.engines import copies_of, slices_of
@@ -153,6 +156,25 @@ def sizes(config: Any) -> Sizes:
         ref_in_actor=ref_in_actor, whole=whole, by_prompts=actor.prefix.mini_batches == "prompts", exchange=exchange,
         sequence_ranks=shared, ref_sequence_ranks=shared_by_ref, tensor_ranks=copies_of(actor) // shared,
     )  # fmt: skip
+
+
+def as_actor(config: Any) -> Any | None:
+    """A config whose actor has the model, engine and budgets of this one's critic, so that old log-probs and update
+    stand for value pass and update; None: there is none on FSDP2. verl's v1 trainers take one budget for both."""
+    critic = config.critic
+    if not need_critic(config) or "fsdp" not in critic:
+        return None
+    tokens = critic.get("ppo_infer_max_token_len_per_gpu", 32768)
+    ours = {"use_dynamic_bsz": True, "ppo_mini_batch_size": critic.ppo_mini_batch_size}
+    ours["ppo_max_token_len_per_gpu"] = tokens if is_v1(config) else critic.ppo_max_token_len_per_gpu
+    engine, model = (OmegaConf.to_container(critic[name], resolve=True) for name in ("fsdp", "model"))
+    other = OmegaConf.create(OmegaConf.to_container(config))
+    with open_dict(other):
+        roles = other.actor_rollout_ref
+        roles.model, roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size = model, engine, 1
+        roles.actor.update(ours)
+        roles.rollout.update({"log_prob_use_dynamic_bsz": True, "log_prob_max_token_len_per_gpu": tokens})
+    return other
 
 
 def counts_rows(config: Any, work: Work) -> bool:
