@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+from verl_prefix.config.driver import _check_separate_rollout
 from verl_prefix.config.engines import slices_of
 from verl_prefix.config.fsdp import PrefixActorConfig, PrefixEngineConfig
 from verl_prefix.config.model import read_hf_config
@@ -90,6 +92,18 @@ def test_what_the_critic_cannot_is_refused_by_its_key(model_path, override, want
     with pytest.raises((ValueError, InstantiationException)) as raised:
         _critic(model_path, override)
     assert re.search(wanted, str(raised.value.__cause__ or raised.value)), raised.value
+
+
+def test_a_driver_that_validates_nothing_refuses_what_the_critic_cannot(model_path):
+    """As fully_async_policy."""
+    paths = [f"{role}.path={model_path}" for role in ("actor_rollout_ref.model", "critic.model")]
+    ranks = "critic.fsdp.ulysses_sequence_parallel_size=8"
+    _check_separate_rollout(composed("algorithm.adv_estimator=gae", *paths, "trainer.balance_batch=false"))
+    for estimator, raises in (("gae", pytest.raises(ValueError, match="4 heads")), ("grpo", nullcontext())):
+        with raises:
+            _check_separate_rollout(
+                composed(f"algorithm.adv_estimator={estimator}", *paths, ranks, "trainer.balance_batch=false")
+            )
 
 
 @pytest.mark.parametrize(("family", "why"), [("lfm2", "token classification of it.*v_head"), ("qwen3_5", "its tower")])

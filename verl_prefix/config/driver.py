@@ -200,8 +200,12 @@ def keeps_prompts(config: DictConfig) -> bool:
 
 def _check_separate_rollout(config: DictConfig) -> None:
     """Checks of one_step_off_policy and fully_async_policy, of which the latter calls no `validate` of verl's."""
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    actor.check(config.trainer.n_gpus_per_node * config.trainer.nnodes, config.actor_rollout_ref.model)
+    from verl.trainer.ppo.utils import need_critic
+
+    actor, num_gpus = omega_conf_to_dataclass(config.actor_rollout_ref.actor), config.trainer.n_gpus_per_node
+    actor.check(num_gpus * config.trainer.nnodes, config.actor_rollout_ref.model)
+    if need_critic(config) and config.critic._target_ == CRITIC.target:
+        omega_conf_to_dataclass(config.critic).check(num_gpus * config.trainer.nnodes)
     batches, num = _mini_batches(config)
     key = "actor_rollout_ref.actor.use_prefix_grouper"
     refuse(

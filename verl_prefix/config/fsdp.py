@@ -115,6 +115,10 @@ class PrefixCriticConfig(FSDPCriticConfig):
             ValueError: a model that the shared-prefix path does not support, or with trl's value head.
         """
         super().validate(n_gpus, train_batch_size)
+        self.check(n_gpus)
+
+    def check(self, n_gpus: int) -> None:
+        """Ours of `validate`."""
         if self.prefix.schedule == "stock":
             return
         from transformers import AutoModelForTokenClassification
