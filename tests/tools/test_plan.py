@@ -1286,7 +1286,7 @@ def test_a_part_of_a_large_step_is_priced_without_padding(num_turns, prompts):
 
 def test_a_critic_is_priced_by_its_own_model_and_counts_in_the_step(folder):
     shares = "update=0.3,old=0.1,values=0.1,critic=0.3"
-    gae = "algorithm.adv_estimator=gae", f"critic.model.path={folder}"
+    gae = "algorithm.adv_estimator=gae", f"critic.model.path={folder / 'model'}"
     ours, verls = build(folder, *gae, shares=shares), build(folder, *gae, "critic=dp_critic", shares=shares)
     alone = build(folder, shares=shares)
     assert ours["unsupported"] == [] and ours["speedup"]["update"] == alone["speedup"]["update"]

@@ -156,6 +156,13 @@ def _refusal(check: Callable[..., Any], *arguments: Any) -> str | None:
     return None
 
 
+def _check_critic(config: DictConfig, *sizes: int) -> None:
+    """The driver's check of a critic of ours whose model this machine can see."""
+    critic = config.critic
+    if need_critic(config) and critic._target_ == CRITIC.target and read_hf_config(critic.model) is not None:
+        omega_conf_to_dataclass(critic).validate(*sizes)
+
+
 def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     """Refusals of the driver, in its own words, and of a worker; empty if the run would start."""
     section, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
@@ -170,9 +177,7 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
             reasons.append(_refusal(check_sequence_parallel, key, size, num_ranks, model))
             if role == "ref" and size > 1:
                 reasons.append(_refusal(check_dealt, key, size, read_model_config(config)))
-    critic = config.critic
-    if need_critic(config) and critic._target_ == CRITIC.target and read_hf_config(critic.model) is not None:
-        reasons.append(_refusal(lambda: omega_conf_to_dataclass(critic).validate(*sizes)))
+    reasons.append(_refusal(_check_critic, config, *sizes))
     update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
     if update != old:
         reasons.append(
