@@ -26,6 +26,7 @@ CASES = {
     "turns": {"turns": "kept", "schedule": "packed"},  # responses are in later prompts
     "turns_phased_exchanged": {"turns": "odd", "schedule": "phased", "wave_tokens": 20, "exchange": "auto"},
     "turns_tool_tokens": {"turns": "kept", "schedule": "packed", "tool_tokens": True},
+    "turns_in_mini_batches_of_prompts": {"turns": "odd", "schedule": "packed", "mini_batches": "prompts"},
     "trees_of_a_batch": {"turns": True, "schedule": "packed", "trees": "batch"},
     "tool_tokens": {"schedule": "packed", "tool_tokens": True},
     "padded": {"schedule": "packed", "padded": True},

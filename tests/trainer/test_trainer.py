@@ -9,6 +9,7 @@ import inspect
 import itertools
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import ray
@@ -228,6 +229,20 @@ def test_mini_batches_of_prompts_are_as_many_as_without_turns_and_hold_whole_pro
     trainer = build_trainer(4, 3, [*range(dp_size)])
     cut = mini_batches(trainer._balance_batch(turns(sizes), {}), dp_size, mini_batch_size=12)
     assert len(cut) == 5 and sum(len({uid(key) for key in rows}) for rows in cut) > len(sizes) + 1  # and padding
+
+
+def test_the_critic_updates_in_the_actors_mini_batches_of_prompts(transfer_queue, monkeypatch):
+    trainer = trainer_of_prompts(8, 4, 2)
+    told = {"update_actor": lambda batch: batch.extra_info["mini_batch_size"]}
+    trainer.actor_rollout_wg = SimpleNamespace(**vars(trainer.actor_rollout_wg), **told)
+    trainer.critic_wg, trainer.use_critic = SimpleNamespace(train_mini_batch=told["update_actor"]), True
+    monkeypatch.setattr("verl_prefix.trainer.prefix_sync.Watchdog", mock.Mock())
+    monkeypatch.setattr(PPOTrainerSync, "init", lambda self: None)
+    trainer.init()
+    batch = trainer._balance_batch(turns([[3, 1, 2]] * 8), {})
+    batch.extra_info["mini_batch_size"] = 4 * 3  # of the config, in rows
+    updates = trainer.critic_wg.train_mini_batch, trainer.actor_rollout_wg.update_actor
+    assert [update(batch) for update in updates] == [24, 24]
 
 
 def test_every_rank_has_whole_micro_batches_of_a_mini_batch_of_prompts(transfer_queue):
