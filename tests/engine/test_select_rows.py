@@ -21,6 +21,7 @@ def batch() -> TensorDict:
     fields = {
         "input_ids": jagged(torch.arange), "advantages": jagged(torch.randn),
         "teacher_logprobs": jagged(lambda n: torch.randn(n, 3)),
+        "routed_experts": jagged(lambda n: torch.randint(9, (n, 3, 2), dtype=torch.int16)),
         "position_ids": tu.nested_tensor_from_tensor_list([torch.arange(4 * n).view(4, n) for n in LENS]),
         "attention_mask": torch.arange(24).view(6, 4), "uid": [str(n) for n in LENS],
     }  # fmt: skip

@@ -31,7 +31,7 @@ from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.cpu.engine import CPUFSDPEngine
-from verl_prefix.engine.backend import Ranks, StockPath
+from verl_prefix.engine.backend import Ranks, Replay, StockPath
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
@@ -69,6 +69,7 @@ class HFBackend:
         )  # fmt: skip
 
     counts_last_tokens = False
+    replay: Replay | None = None
     after_not_finite = "verl skips an update whose gradient norm is not finite"
 
     def check_model(self) -> None:

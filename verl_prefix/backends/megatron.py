@@ -105,6 +105,8 @@ class MegatronBackend:
     def stock_facts(self) -> StockPath:
         return StockPath(dense_mask=False, one_row=False, why_not_sharded=None)
 
+    replay = None
+
     @property
     def counts_last_tokens(self) -> bool:
         return counts_tokens(self._module)

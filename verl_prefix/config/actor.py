@@ -32,6 +32,13 @@ NO_REPLAY = (
     "actor_rollout_ref.rollout.enable_rollout_routing_replay=True gives batches routed_experts, which a shared prefix "
     "does not replay; set it to False (prefix/moe/* tells the load of experts), or model_engine=veomni or megatron"
 )
+# Of modes of router replay: why a batch has no routes.
+NO_ROUTES = {
+    "R2": "actor_rollout_ref.actor router_replay.mode=R2, and the batch has no routed_experts, which old log-probs "
+    "record; compute them (algorithm.rollout_correction.bypass_mode=False), or set mode=disabled",
+    "R3": "actor_rollout_ref.actor router_replay.mode=R3, and the batch has no routed_experts; set "
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or mode=disabled",
+}
 
 logger = logging.getLogger(__name__)
 

@@ -44,6 +44,8 @@ class AttentionPass:
         shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
         head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
         kept: attention outputs that wait for backward; None: they are not kept.
+        routes: [n, layers, k] int16, the experts that each of this rank's tokens goes to in each of the model's layers.
+            Where these are not k different ones, its router chooses, and writes its choice there. None: routers choose.
         num_calls: of `attend` and of recurrent layers, so far. Compared before and after a forward, it shows a model
             that bypasses them.
     """
@@ -62,6 +64,7 @@ class AttentionPass:
         self.cache = cache
         self.shards: Shards | None = None
         self.head_tokens: torch.Tensor | None = None
+        self.routes: torch.Tensor | None = None
         self.kept: Kept | None = {} if keep_attention else None
         self.num_calls = 0
         self._attended: set[int] = set()

@@ -76,6 +76,8 @@ class TokenBatch:
         pixels: of a vision model's rows.
         is_read: [N] bool in host memory: of the tokens whose outputs rows read, those that go through lm_head; None:
             all.
+        routes: [N, layers, k] int16 in host memory, those of `AttentionPass`; None: routers choose.
+        records: what routers choose is written to `routes`, for the tokens that this rank computes.
     """
 
     input_ids: torch.Tensor
@@ -83,6 +85,8 @@ class TokenBatch:
     offsets: Sequence[int]
     pixels: Pixels | None = None
     is_read: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
+    records: bool = False
 
 
 @dataclass(eq=False)
@@ -173,6 +177,8 @@ class PackedForward:
             shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
             places = layout.places[shards.tokens]
             head_tokens, gathered = shards.head_tokens(head_tokens)
+        if tokens.routes is not None:
+            attention_pass.routes = on_device(tokens.routes[places], device)
         places, head_tokens = on_device(places, device), on_device(head_tokens, device)
         attention_pass.head_tokens = head_tokens
         head_places = places[head_tokens]
@@ -183,7 +189,19 @@ class PackedForward:
             tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=head_tokens,
             attention_pass=attention_pass, outputs=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
+        if tokens.records and layout.groups:
+            _record(tokens, attention_pass)
         return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered)
+
+
+def _record(tokens: TokenBatch, attention_pass: AttentionPass) -> None:
+    """Writes the routes of a pass to those of the batch, without those of tokens that pad this rank's slices."""
+    assert tokens.routes is not None and attention_pass.routes is not None
+    places, routes, shards = attention_pass.layout.places, attention_pass.routes.cpu(), attention_pass.shards
+    if shards is not None:
+        is_own = shards.own(torch.ones(len(places), dtype=torch.bool))
+        places, routes = places[shards.tokens[is_own]], routes[is_own]
+    tokens.routes[places] = routes
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,19 @@ class StockPath(NamedTuple):
     from_zeros: bool = False
 
 
+class Replay(NamedTuple):
+    """Router replay: tokens go to the experts that they went to in the rollout (mode R3), or in old log-probs (R2),
+    which record them.
+
+    Attributes:
+        mode: verl's. layers: all of the model's, with experts or without. chosen: experts of a token in a layer.
+    """
+
+    mode: str
+    layers: int
+    chosen: int
+
+
 class Backend(Protocol):
     """One engine of verl. Attributes are known at construction, properties once verl's engine has its model.
 
@@ -106,6 +119,11 @@ class Backend(Protocol):
     @property
     def shape(self) -> ModelShape:
         """Of the whole model, not of this rank's part."""
+
+    @property
+    def replay(self) -> Replay | None:
+        """Whether and how passes and verl's own path replay routers; None: they do not. Passes then do what
+        `AttentionPass.routes` says."""
 
     @property
     def stock_facts(self) -> StockPath:

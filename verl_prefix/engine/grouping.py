@@ -1,13 +1,14 @@
 """Groups of rows: one prompt's rows, or trees where rows share more. The engine groups rows nowhere else."""
 
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from verl_prefix.core.calls import ranges
 from verl_prefix.core.groups import Group, group_by_key
-from verl_prefix.core.trees import cuts_at, group_trees, mix, mix_rows
+from verl_prefix.core.trees import block_cuts, cuts_at, group_trees, mix, mix_columns, mix_rows
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.models.messages import message_ends
 from verl_prefix.models.vision import is_vision_config, shown_lens, tree_tokens
@@ -38,7 +39,8 @@ class TreeRule(NamedTuple):
 
 def group_rows(rows: BatchRows, trees: TreeRule, are_cut: bool) -> list[Group]:
     """Groups all rows that this rank computes: rows with the same key, or trees where rows `are_cut` at the ends of
-    messages.
+    messages. Rows that say which experts their tokens go to are trees in any case, since rows with the same prompt may
+    go other ways at its end.
 
     Raises:
         ValueError: a row's prompt is empty, or not that of its group: it did not arrive as it left.
@@ -47,9 +49,12 @@ def group_rows(rows: BatchRows, trees: TreeRule, are_cut: bool) -> list[Group]:
     for group in groups:
         if not all(torch.equal(prompts[row], prompts[group.rows[0]]) for row in group.rows):
             raise ValueError(f"rows {[*group.rows]} arrived as one group, and their prompts differ")
-    if not are_cut:
+    cuts = row_cuts(rows, trees) if are_cut else [[n - 1] for n in rows.prompt_lens]
+    if rows.routes is not None:
+        cuts = [block_cuts(one) for one in cuts]
+    elif not are_cut:
         return groups
-    return group_trees(_tree_tokens(rows, trees), rows.offsets, rows.prompt_lens, row_cuts(rows, trees))
+    return group_trees(_tree_tokens(rows, trees), rows.offsets, rows.prompt_lens, cuts)
 
 
 def row_cuts(rows: BatchRows, trees: TreeRule) -> list[list[int]]:
@@ -81,8 +86,10 @@ def tokens_by_trees(rows: BatchRows, trees: TreeRule, groups: Sequence[Group]) -
 
 def _tree_tokens(rows: BatchRows, trees: TreeRule) -> torch.Tensor:
     """[N] int64: the tokens, mixed with all else that must be equal where rows share: positions, pixels, temperature,
-    and where `trees.over` is uid the uid. Under top-k distillation a response is its row's own, also where other rows
-    have it in their prompts: its outputs are made with the teacher's rows of this row."""
+    experts, and unless `trees.over` is batch the uid. A token is mixed with the experts of the token before it: rows
+    share n tokens where the next one is equal, too, which may go to other experts. Under top-k distillation a response
+    is its row's own, also where other rows have it in their prompts: its outputs are made with the teacher's rows of
+    this row."""
     ids, positions = (rows.data[name].values().cpu() for name in ("input_ids", "position_ids"))
     if is_vision_config(trees.config):
         tokens = tree_tokens(ids, positions, rows.offsets, rows.pixels, trees.config)
@@ -90,7 +97,10 @@ def _tree_tokens(rows: BatchRows, trees: TreeRule) -> torch.Tensor:
         tokens = mix(ids) ^ positions
     temperature = torch.as_tensor(rows.data["temperature"], dtype=torch.float32).cpu().expand(len(rows)).contiguous()
     tokens = mix_rows(tokens, rows.offsets, temperature.view(torch.int32).tolist())
-    if trees.over == "uid":
+    if rows.routes is not None:
+        lens = [end - start for start, end in pairwise(rows.offsets)]
+        tokens = tokens ^ torch.cat([_experts_before(own) for own in rows.routes.split(lens)])
+    if trees.over != "batch":
         numbers = {uid: number for number, uid in enumerate(dict.fromkeys(rows.uids))}
         tokens = mix_rows(tokens, rows.offsets, [numbers[uid] for uid in rows.uids])
     if rows.flag("distillation_use_topk"):
@@ -98,3 +108,8 @@ def _tree_tokens(rows: BatchRows, trees: TreeRule) -> torch.Tensor:
         responses = ranges([(start + prompt_len, length) for start, prompt_len, length in spans])
         tokens[responses] = mix_rows(tokens, rows.offsets, range(len(rows)))[responses]
     return tokens
+
+
+def _experts_before(routes: torch.Tensor) -> torch.Tensor:
+    """[n] int64: of each token of a row [n, layers, k] what names the experts of the token before it."""
+    return torch.nn.functional.pad(mix_columns(routes.flatten(1))[:-1], (1, 0))

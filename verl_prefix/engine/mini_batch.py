@@ -14,7 +14,7 @@ from verl_prefix.core.waves import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.outputs import TEACHER, TokenOutputs
-from verl_prefix.engine.rows import BatchRows, select_rows
+from verl_prefix.engine.rows import ROUTES, BatchRows, select_rows
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class MiniBatch:
     ) -> None:
         # The loss of top-k distillation reads what `token_outputs` made of the teacher's rows, and not these.
         is_topk = loss.is_verls and rows.flag("distillation_use_topk")
-        self._data = rows.data.exclude(*TEACHER) if is_topk else rows.data
+        self._data = rows.data.exclude(ROUTES, *(TEACHER if is_topk else ()))
         self._backend, self._loss = backend, loss
         self.keeps_model_output = forward_only or rows.flag("return_model_output")
         reads_masked = self.keeps_model_output or loss.reads_masked(rows.data)

@@ -16,8 +16,9 @@ from verl.utils.device import get_device_id
 from verl_prefix.core.calls import on_device, ranges
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.layout import Layout
+from verl_prefix.core.waves import Plan
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.rows import PIXELS, BatchRows
+from verl_prefix.engine.rows import PIXELS, RECORDS, BatchRows
 from verl_prefix.models.vision import PixelBatch, is_vision_config
 
 # What verl's top-k losses make of logits (verl/trainer/distillation), and the fields that they read.
@@ -78,9 +79,10 @@ class TokenOutputs:
         if last_tokens:
             is_read = torch.ones(offsets[-1], dtype=torch.bool) if is_read is None else is_read
             is_read[torch.tensor(offsets[1:]) - 1] = False
+        records = rows.flag(RECORDS)
         self.tokens = TokenBatch(
             input_ids.values().to(device), position_ids.values().to(device), offsets=offsets, pixels=pixels,
-            is_read=is_read,
+            is_read=is_read, routes=self._no_routes() if records else rows.routes, records=records,
         )  # fmt: skip
         temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
         self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
@@ -98,6 +100,31 @@ class TokenOutputs:
         """[N] bool: suffix tokens with a response_mask; None where all have one."""
         mask = self.rows.at_suffixes("response_mask").bool()
         return None if int(mask.sum()) == sum(self.rows.response_lens) else mask
+
+    def _no_routes(self) -> torch.Tensor:
+        replay = self.backend.replay
+        assert replay is not None
+        return torch.zeros(self.rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
+
+    def recorded(self, plan: Plan) -> torch.Tensor:
+        """Routes that passes recorded, jagged [rows, tokens, layers, k] int16: those of a strand in all rows that share
+        it, and zeros for tokens that nobody computed, as each row's last one. Every rank of a slice group calls it.
+
+        Args:
+            plan: whose passes ran.
+        """
+        routes, offsets, slices = self.tokens.routes, self.tokens.offsets, self.backend.ranks.slice_group
+        assert routes is not None
+        if slices is not None:  # each token is of one rank, and has zeros on all others
+            summed = routes.view(torch.uint8).to(get_device_id())
+            torch.distributed.all_reduce(summed, group=slices)
+            routes = summed.cpu().view(torch.int16)
+        for group in (group for one in plan.passes for group in one.groups):
+            for row, fork in zip(group.rows, group.forks, strict=True):
+                for strand, start, end in group.strands_before(fork):
+                    source = offsets[group.strands[strand].row]
+                    routes[offsets[row] + start : offsets[row] + end] = routes[source + start : source + end]
+        return torch.nested.nested_tensor_from_jagged(routes, self.rows.data["input_ids"].offsets().cpu())
 
     def of_tokens(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Outputs of suffix tokens: [n, k], one column per name in `names`.

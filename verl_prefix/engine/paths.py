@@ -12,7 +12,6 @@ from verl.utils.device import get_device_name
 from verl_prefix.auto.calibration import measure
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
 from verl_prefix.auto.cost import PassCost, Rates
-from verl_prefix.config.actor import NO_REPLAY
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group, leave_out
 from verl_prefix.core.schedule import Schedule
@@ -88,13 +87,8 @@ class Paths:
         """verl's own path, if this batch takes it whatever its lengths are; else None.
 
         It is the same on every rank, since the batches of all ranks have the same fields and flags.
-
-        Raises:
-            ValueError: the batch has routes of experts to replay, which neither path does.
         """
         data = rows.data
-        if "routed_experts" in data.keys():
-            raise ValueError(NO_REPLAY)
         if self.always is not None:
             return self.always
         if "prompts" not in data.keys() or "responses" not in data.keys():

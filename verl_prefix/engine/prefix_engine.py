@@ -7,8 +7,8 @@ each pass with verl's own functions, on suffix tokens only. What differs from en
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.cost import Memory
-from verl_prefix.config.actor import SKIPS
+from verl_prefix.config.actor import NO_REPLAY, NO_ROUTES, SKIPS
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
@@ -34,11 +34,12 @@ from verl_prefix.engine.mini_batch import MiniBatch, even_out, same_sums
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import TEACHER, flags_of, is_unscaled
 from verl_prefix.engine.paths import Paths, Stock
-from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.rows import RECORDS, ROUTES, BatchRows
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics, plan_metrics
 from verl_prefix.engine.together import together
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models.messages import end_tokens
+from verl_prefix.models.replaced import replaced
 from verl_prefix.trace.writer import TraceWriter, open_trace
 from verl_prefix.versions import warn_once
 
@@ -55,11 +56,13 @@ class PrefixEngine:
     backend: Backend
     trees: TreeRule
     _trace: TraceWriter | None = None
+    _is_ref = False
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
         """A rank's mini-batch: same contract as verl's method, rows in the order they came."""
+        data = self._with_routes(data, forward_only)
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         batch, loss = BatchRows(data), Loss(loss_function)
         if why := self._paths.why_stock(batch, loss) or self._verification.failure:
@@ -88,6 +91,33 @@ class PrefixEngine:
         output, found = self._run_shared(rows, exchange.groups, plan, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
         return self._reported(output, metrics | found | exchange.metrics, batch, forward_only)
+
+    def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
+        """The batch with the routes that it replays, or with the flag `RECORDS` where it leaves them; without any where
+        this engine computes ref.
+
+        Raises:
+            ValueError: the batch has routes that nobody replays, or has none.
+        """
+        if self.backend.has_no_updates or self._is_ref:
+            return data.exclude(ROUTES)
+        replay, has_routes = self.backend.replay, ROUTES in data.keys()
+        if replay is None:
+            if has_routes:
+                raise ValueError(NO_REPLAY)
+            return data
+        records = forward_only and replay.mode == "R2"
+        if not (records or has_routes):
+            raise ValueError(NO_ROUTES[replay.mode])
+        data = data.exclude(ROUTES) if records else data
+        tu.assign_non_tensor(data, **{RECORDS: records})
+        return data
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """As verl's: the actor computes ref."""
+        with super().disable_adapter(), replaced(self, "_is_ref", True):  # type: ignore[misc]
+            yield
 
     def _run_stock(
         self, batch: BatchRows, loss_function: LossFunction | None, forward_only: bool, why: Stock,
@@ -165,6 +195,8 @@ class PrefixEngine:
             even_out(output["metrics"], outputs, len(plan.packed) + len(plan.waves))
         if loss.needs_a_token:
             same_sums(output["metrics"], ranks.data)
+        if output["model_output"] and mini_batch.token_outputs.tokens.records:
+            output["model_output"][ROUTES] = mini_batch.token_outputs.recorded(plan)
         metrics = plan_metrics(rows, groups, plan, schedule) | self.backend.model_metrics(schedule)
         metrics["prefix/nonfinite_passes"] = mini_batch.num_not_finite
         if self.prefix_config.skip_zero_advantage and not forward_only:

@@ -16,6 +16,9 @@ from verl_prefix.core.groups import Group
 from verl_prefix.engine.carried_pixels import PIXELS
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, share_pixels
 
+ROUTES = "routed_experts"  # verl's field of the experts that each token went to, in the rollout or in old log-probs
+RECORDS = "records_routes"  # our flag of a batch whose log-probs leave that field
+
 
 def select_rows(data: TensorDict, rows: Sequence[int]) -> TensorDict:
     """What verl.utils.tensordict_utils.index_select_tensor_dict gives, without a tensor for every row that the batch
@@ -113,6 +116,21 @@ class BatchRows:
     def prompts(self) -> list[torch.Tensor]:
         """Tokens of each row's prompt, int64."""
         return [row[:n] for row, n in zip(self.data["input_ids"].unbind(), self.prompt_lens, strict=True)]
+
+    @functools.cached_property
+    def routes(self) -> torch.Tensor | None:
+        """[N, layers, k] int16 in host memory: the experts that the batch's tokens are to go to; None: it says none.
+
+        Raises:
+            ValueError: they are not those of the rows' tokens.
+        """
+        if ROUTES not in self.data.keys():
+            return None
+        routes: Any = self.data[ROUTES]
+        if not routes.is_nested or routes.offsets().tolist() != self.offsets:
+            raise ValueError(f"{ROUTES} has other lengths than the rows: it has to say where each of their tokens goes")
+        values: torch.Tensor = routes.values().cpu()
+        return values
 
     @property
     def pixels(self) -> Sequence[Any]:
