@@ -41,7 +41,8 @@ EXPERTS: dict[int, list[dict[str, Any]]] = {
     ],
 }
 # Keys of other engines.
-NOT_THERE = ("use_no_sync", "fsdp_size", "gradient_checkpointing", "lora_targets", "trained", "ulysses", "distillation")
+NOT_THERE = ("use_no_sync", "fsdp_size", "gradient_checkpointing", "lora_targets", "trained", "ulysses", "distillation",
+             "routes")  # fmt: skip
 BUILT = st.fixed_dictionaries({}, optional={
     "recompute": st.sampled_from(["selective", "uniform", "uniform of all", "block"]),
     "overlap": st.sampled_from(["gradients", "both"]),

@@ -13,7 +13,7 @@ pytest.importorskip("veomni")
 
 TYPES = ("qwen3", "llama", "qwen3 tied", "qwen3 window", "qwen3_moe", "deepseek_v3")
 # VeOmni has no keys for these; test_veomni.py has sizes of FSDP2's shards.
-NOT_THERE = ("use_no_sync", "lora_targets", "trained", "fsdp_size")
+NOT_THERE = ("use_no_sync", "lora_targets", "trained", "fsdp_size", "routes")
 
 
 def with_experts_on_ranks(case: Case, ranks: int) -> Case:

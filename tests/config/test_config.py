@@ -28,6 +28,7 @@ from verl_prefix.testing import write_tiny_model
 from verl_prefix.versions import VERL_MAIN, installed_version, warn_once
 
 ACTOR = "actor_rollout_ref.actor"
+REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"
 SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
 
 
@@ -184,15 +185,35 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.freeze_vision_tower=True", r"a qwen3 model has no tower; remove it"),
         (
             "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
-            r"routed_experts.*does not replay.*set it to False",
+            r"routed_experts, which nobody replays: set it to False, or router_replay.mode=R3",
         ),
-        (f"+{ACTOR}.fsdp_config.router_replay.mode=R2", r"router_replay.mode=R2: .*router_replay.mode=disabled, or"),
+        (f"{REPLAY}=R2", rf"{REPLAY}=R2: qwen3 has other routers than qwen3_moe, .*; set {REPLAY}=disabled"),
+        (f"{REPLAY}=R3", rf"{REPLAY}=R3 and .*routing_replay=False: .*set .*routing_replay=True"),
+        (
+            f"{REPLAY}=R2 actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            rf"{REPLAY}=R2 and .*routing_replay=True: .*or False and R2",
+        ),
+        (f"{REPLAY}=R2 {ACTOR}.prefix.trace_dir=trace", rf"trace_dir=trace and {REPLAY}=R2: .*remove it, or set"),
+        (f"{REPLAY}=R4", r"Invalid router_replay mode: R4"),
         (f"++{ACTOR}.fsdp_config.prefix.schedule=phased", r"actor.fsdp_config.prefix is filled .*set its keys there"),
     ],
 )
 def test_bad_option_is_refused_in_the_driver_with_what_to_type(model_path, override, message):
     with pytest.raises((ValueError, InstantiationException), match=message):
         validate(model_path, *override.split())
+
+
+def test_router_replay_of_a_mixture_is_accepted(tmp_path):
+    path = write_tiny_model(tmp_path / "experts", family="qwen3_moe")
+    validate(path, f"{REPLAY}=R2")
+    validate(path, f"{REPLAY}=R3", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
+    with pytest.raises(ValueError, match="router_replay.mode='R2' requires .*bypass_mode=False"):  # verl's own check
+        validate(path, f"{REPLAY}=R2", "algorithm.rollout_correction.bypass_mode=True")
+    for family, wrong in (("mixtral", "mixtral has other routers"), ("glm4_moe", "num_experts_per_tok=1, where")):
+        more = {"num_experts_per_tok": 1} if family == "glm4_moe" else {}
+        path = write_tiny_model(tmp_path / family, family=family, **more)
+        with pytest.raises(ValueError, match=rf"{REPLAY}=R2: {wrong}"):
+            validate(path, f"{REPLAY}=R2")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ from random_batches import (
     write_models,
 )
 
+ROUTED = ("routes", "tails")
+TURNS = (Session("a", 20, ((4, 5, 8), (4, 6, 8)), True), Again(1, 1))
 REPORT = os.environ.get("FUZZ_REPORT")
 
 
@@ -61,10 +63,12 @@ def seen(request):
 def test_random_batches_are_computed_as_by_stock(ranks, models, seen, critic):
     numbers = [1] * 6 + [2] * 3 + [4] if REPORT else [1, 2]
     in_an_image = Case(1, "qwen3_vl", (Prompt("a", 6, (4, 5)),), 9, 0.0, 0, (("trees", "batch"),))  # it ends
+    routed = Case(2, "qwen3_moe", (*TURNS, Prompt("b", 37, (4, 5, 9))), 9, 0.0, 0, (("exchange", "auto"), ROUTED))
     in_text = of_critic(in_an_image._replace(family="qwen3"))
 
     @settings(max_examples=-(-BATCHES // 3) if critic else BATCHES, suppress_health_check=[*HealthCheck])
     @example(in_text if critic else in_an_image)
+    @example(of_critic(routed) if critic else routed)
     @given(case=cases_on(numbers, CRITICS).map(of_critic) if critic else cases_on(numbers))
     def run(case: Case) -> None:
         found = ranks(case.ranks, models)(errors_of, case)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from unittest import mock
 
 import torch
+from forced_routes import routes_as
 from shared_models import OURS
 from whole_tensors import whole
 
@@ -120,6 +121,9 @@ def _batch(rank: int, vocab: int, options: dict):
         import teachers
 
         teachers.add_teacher(data, options, [torch.Generator().manual_seed(99 * rank + i) for i in order], vocab)
+    if "routes" in options:
+        named = [(100 * rank + i, *rows[i][:3]) for i in order]
+        data["routed_experts"] = routes_as(options["routes"], named, options["config"])
     return without_advantage(data, options["dead"]) if "dead" in options else data
 
 
@@ -215,7 +219,7 @@ def _padded(fields: dict, flags: dict, width: int | None = None):
 def _configs(backend: str, model_path: str, options: dict, forward_only: bool = False) -> dict:
     """verl's config objects of an engine, by the name of its argument."""
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config import EngineRouterReplayConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
     from verl_prefix.backends.fsdp import PrefixCriticEngineConfig, PrefixEngineConfig
     from verl_prefix.config.options import PrefixConfig
@@ -255,6 +259,8 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         frozen = options.get("frozen_tower", False)
         more = dict(freeze_vision_tower=frozen, ppo_epochs=options.get("epochs", 1))
         engine_type = PrefixCriticEngineConfig if options.get("critic") else PrefixEngineConfig
+        if "replay" in options:
+            shared["router_replay"] = EngineRouterReplayConfig(mode=options["replay"])
         engine_config = engine_type(**shared, prefix=PrefixConfig(**prefix), **more)
     else:
         engine_config = FSDPEngineConfig(**shared, strategy="fsdp2")

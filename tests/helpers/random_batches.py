@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from engines import PAD, TOLERANCE, _engine, _loss, _responses, as_batch
+from forced_routes import forced, routes_as
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shared_models import OURS, SharedModels
@@ -33,13 +34,16 @@ FAMILIES = {
     "qwen3 window": dict(use_sliding_window=True, sliding_window=25, max_window_layers=1),
     "qwen3_moe": {}, "gpt_oss": {}, "deepseek_v3": {}, "qwen3_5_text": {}, "qwen3_next": {}, "olmo_hybrid": {},
     "lfm2": {}, "granitemoehybrid": {}, "bamba": {}, "qwen3_vl": {}, "qwen3_vl_moe": {}, "qwen3_5": {},
-    "glm4v_moe": {},
+    "glm4v_moe": {}, "glm4_moe": {},
 }  # fmt: skip
 # Families that a critic may have: transformers has token classification of them.
 CRITICS = (
     "qwen3", "llama", "qwen3 tied", "qwen3 window", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next",
 )  # fmt: skip
 VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v_moe")  # every prompt and some of a session's turns have pixels
+
+
+REPLAYED = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe")
 
 
 class Prompt(NamedTuple):
@@ -106,6 +110,7 @@ OPTIONS = some([
     ("policy_loss", st.sampled_from(["gspo", "sapo", "gpg", "cispo", "dppo_tv"]).map(lambda x: (("loss_mode", x),))),
     ("trained", st.sampled_from([r"layers\.1|norm", r"layers\.0", "lm_head"])), ("calculate_entropy", st.just(False)),
     ("lora_targets", st.just("all-linear")), ("min_speedup", st.just(1.05)), ("ulysses", st.just(2)),
+    ("routes", st.sampled_from(["agree", "tails", "replicas", "free"])),  # of experts, which are replayed
     ("dead", st.integers(2, 4)),  # every so-manieth row has no advantage, and is left out
     ("distillation", st.sampled_from([(), tuple(ONLY.items()), (("loss_mode", "k3"),)])),
 ])  # fmt: skip
@@ -117,18 +122,20 @@ def cases_on(ranks: list[int], families: Iterable[str] = FAMILIES) -> st.SearchS
         Case, st.sampled_from(ranks), st.sampled_from([*families]), ROWS.map(tuple), st.sampled_from([0, 0, 9]),
         st.sampled_from([0.0, 0.4]), st.integers(0, 99), OPTIONS,
     )  # fmt: skip
-    return cases.map(with_ranks_of_a_row).filter(makes_sense)
+    return cases.map(as_it_can_be).filter(makes_sense)
 
 
 def of_critic(case: Case) -> Case:
     """The same rows for a critic, without what is the actor's alone."""
-    of_actor = ("dead", "lora_targets", "policy_loss", "use_kl_loss")
+    of_actor = ("dead", "lora_targets", "policy_loss", "routes", "use_kl_loss")
     kept = [one for one in case.options if one[0] not in of_actor and one[1] != "lm_head"]
     return case._replace(options=(*kept, ("critic", True)))
 
 
-def with_ranks_of_a_row(case: Case) -> Case:
-    """Under Ulysses an even number of ranks."""
+def as_it_can_be(case: Case) -> Case:
+    """Under Ulysses an even number of ranks; routes of experts where they are replayed."""
+    if case.family not in REPLAYED:
+        case = case._replace(options=tuple(one for one in case.options if one[0] != "routes"))
     return case._replace(ranks=max(2, case.ranks)) if "ulysses" in dict(case.options) else case
 
 
@@ -275,6 +282,9 @@ def _batch(case: Case, path: str, config: Any, options: dict, chosen: slice) -> 
             [positions_of_row(_meta_model(path), x, row.pixels, 0) for x, row in zip(ids, rows, strict=True)]
         )
         more["multi_modal_inputs"] = [row.pixels for row in rows]
+    if "routes" in options:
+        named = [(number, row.uid, row.prompt, row.response) for number, row in zip(numbers, rows, strict=True)]
+        more["routed_experts"] = routes_as(options["routes"], named, config)
     sessions = [row.session for row in rows]
     data = as_batch([row[:4] for row in rows], sessions, options, torch.Generator(), **more)
     if "distillation" in options:
@@ -312,7 +322,11 @@ def measured(
         size = math.prod(options.get(name, 1) for name in ("ulysses", "tp", "cp"))  # ranks that have the same rows
         chosen = slice(get_rank() // size, None, get_world_size() // size)
         rows, data = _batch(case, path, engine.model_config.hf_config, options, chosen)
-        with towers_of_tensors(engine.module) if backend == "fsdp2" else nullcontext():
+        is_forced = backend == "fsdp2" and "routes" in options
+        with (
+            towers_of_tensors(engine.module) if backend == "fsdp2" else nullcontext(),
+            forced(engine) if is_forced else nullcontext(),
+        ):
             return _passes(backend, engine, data, rows, options, left)
 
 
@@ -350,7 +364,8 @@ def options_of(case: Case) -> dict[str, Any]:
     """Of an engine of ours; "turns" so that the tokenizer is loaded."""
     eager = {"attn_implementation": "eager"} if case.family == "gpt_oss" else {}
     dead = {"skip_zero_advantage": True, "entropy_coeff": 0.0} if "dead" in dict(case.options) else {}
-    return {"verify": "off", "turns": True, **eager, **dead, **dict(case.options)}
+    replay = {"replay": "R3"} if "routes" in dict(case.options) else {}
+    return {"verify": "off", "turns": True, **eager, **dead, **replay, **dict(case.options)}
 
 
 def stock_options(case: Case) -> dict[str, Any]:

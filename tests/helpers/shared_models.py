@@ -12,9 +12,10 @@ OURS = (
     "verify_action", "trace_dir", "trees", "mini_batches", "keep_attention", "skip_zero_advantage",
 )  # fmt: skip
 NOT_OF_MODELS = (
-    *OURS, "batch", "budget", "calculate_entropy", "calculate_sum_pi_squared", "dead", "distillation", "empty",
-    "entropy_coeff", "groups", "loss", "loss_agg_mode", "masked", "micro_batch_size_per_gpu", "on_policy", "padded",
-    "policy_loss", "rank", "return_model_output", "scattered", "temperature", "tool_tokens", "uid", "use_dynamic_bsz",
+    *OURS, "batch", "budget", "calculate_entropy", "calculate_sum_pi_squared", "config", "dead", "distillation",
+    "empty", "entropy_coeff", "groups", "loss", "loss_agg_mode", "masked", "micro_batch_size_per_gpu", "on_policy",
+    "padded", "policy_loss", "rank", "replay", "return_model_output", "routes", "scattered", "temperature",
+    "tool_tokens", "uid", "use_dynamic_bsz",
     "use_kl_loss",
 )  # fmt: skip
 

@@ -44,7 +44,7 @@ WRONG = {
     "plan --shares gen=0.5 a=1": "plan: --shares 'gen=0.5': write update=0.5",
     "plan --response-lengths many a=1": "plan: --response-lengths 'many': write MEAN, MEAN,STD",
     "plan --response-lengths 0 a=1": "plan: --response-lengths '0': write a mean of at least 1",
-    "plan --response-lengths 20,-1 a=1": "a finite STD of at least 0",
+    "plan --response-lengths 20,-1 a=1": "a finite spread of at least 0",
     "plan --prompt-lengths": "plan: argument --prompt-lengths: expected one argument",
     "plan bash file": f"plan: file {NO_COMMAND}",
     "plan --cfg job": "plan: '--cfg' is no Hydra override",

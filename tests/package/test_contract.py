@@ -92,6 +92,7 @@ CONTRACT = {
     "verl.trainer.distillation.losses:distillation_ppo_loss": "config distillation_config model_output data dp_group "
     "student_logits data_format",
     "verl.trainer.distillation.losses:get_distillation_loss_fn": "loss_name",
+    "verl.trainer.ppo.core_algos:ADV_ESTIMATOR_REGISTRY": None,
     "verl.trainer.ppo.core_algos:get_policy_loss_fn": "name",
     "verl.trainer.ppo.ray_trainer:RayPPOTrainer._balance_batch": "self batch metrics logging_prefix keep_minibatch",
     "verl.trainer.ppo.utils:need_critic": "config",
@@ -114,6 +115,7 @@ CONTRACT = {
     "verl.utils.seqlen_balancing:calculate_workload": "seqlen_list",
     "verl.utils.ulysses:get_ulysses_sequence_parallel_group": "",
     "verl.utils.ulysses:set_ulysses_sequence_parallel_group": "group",
+    "verl.utils.ulysses:slice_input_tensor": "x dim padding group",
     "verl.utils.seqlen_balancing:get_seqlen_balanced_partitions": "seqlen_list k_partitions equal_size",
     "verl.utils.seqlen_balancing:log_seqlen_unbalance": "seqlen_list partitions prefix",
     "verl.utils.tensordict_utils:assign_non_tensor": "tensor_dict kwargs",
@@ -175,6 +177,7 @@ CONTRACT = {
     f"{TI}:FSDPEngineWithLMHead.optimizer_step": "self",
     f"{TI}:FSDPEngineWithLMHead.train_batch": "self data loss_function",
     f"{TI}:FSDPEngineWithLMHead.load_checkpoint": "self local_path hdfs_path del_local_after_load kwargs",
+    f"{TI}:FSDPEngine.disable_adapter": "self",
     f"{TI}:FSDPEngineWithLMHead.prepare_model_outputs": "self output output_args micro_batch logits_processor_func",
     f"{TI}:FSDPEngineWithLMHead._build_fsdp_module": "self module",
     f"{TI}:FSDPEngineWithLMHead._build_lora_module": "self module",

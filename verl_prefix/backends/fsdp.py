@@ -23,7 +23,7 @@ from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import HFStockPath, without_ulysses
 from verl_prefix.config.actor import role_of
 from verl_prefix.config.engines import CRITIC
-from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_value_head
+from verl_prefix.config.fsdp import PrefixEngineConfig, check_replayed, refuse_value_head
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import PackedForward
@@ -101,7 +101,7 @@ class HFBackend:
     ) -> Schedule:  # fmt: skip
         return Schedule(
             PackedForward(
-                HookedModel(self._engine.module),
+                HookedModel(self._engine.module, replays=self.replay is not None),
                 outputs,
                 context=self.autocast,
                 sequence_group=self.ranks.slice_group,
@@ -184,8 +184,13 @@ class FSDPBackend(HFBackend):
         self._unfused = unfused
 
     @functools.cached_property
+    def replay(self) -> Replay | None:  # type: ignore[override]
+        mode, text = self._engine.engine_config.router_replay.mode, self.config.get_text_config()
+        return None if mode == "disabled" else Replay(mode, text.num_hidden_layers, text.num_experts_per_tok)
+
+    @functools.cached_property
     def _stock_path(self) -> HFStockPath:
-        return HFStockPath(self._engine, self.ranks, self._unfused)
+        return HFStockPath(self._engine, self.ranks, self._unfused, self.replay)
 
     @property
     def stock_facts(self) -> StockPath:
@@ -263,6 +268,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
 
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config, unfused = engine_config.prefix, False
+        check_replayed(engine_config, model_config.hf_config)
         if self.prefix_config.schedule != "stock":
             model = "critic.model" if engine_config.of_critic else "actor_rollout_ref.model"
             warn_of_replaced_options(model_config, model)
@@ -302,7 +308,7 @@ class PrefixFSDPValueEngine(PrefixFSDPEngine, FSDPEngineWithValueHead):
         ValueError: as `PrefixFSDPEngine`, and once the model is built, one with trl's value head.
     """
 
-    _backend = ValueBackend
+    _backend, _routers_choose = ValueBackend, True
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()

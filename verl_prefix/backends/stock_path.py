@@ -3,17 +3,25 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
+from verl.utils.ulysses import (
+    get_ulysses_sequence_parallel_group,
+    set_ulysses_sequence_parallel_group,
+    slice_input_tensor,
+)
 
 from verl_prefix.config.model import is_varlen
-from verl_prefix.engine.backend import Ranks, StockPath
+from verl_prefix.engine.backend import Ranks, Replay, StockPath
 from verl_prefix.engine.loss import LossFunction
+from verl_prefix.engine.rows import RECORDS, ROUTES
 from verl_prefix.models.recurrent import packing_leak, sharding_leak
 from verl_prefix.models.replaced import replaced
+from verl_prefix.models.replay import replayed_routers
 from verl_prefix.models.verls_vision import towers_of_tensors
 from verl_prefix.models.vision import UNPATCHED
 from verl_prefix.versions import warn_once
@@ -49,14 +57,14 @@ class HFStockPath:
 
     Args:
         engine: a `PrefixEngine` over verl's engine, which has its model. ranks: its ranks.
-        unfused: the user asked for verl's fused kernels, which are then off.
+        unfused: the user asked for verl's fused kernels, which are then off. replay: the engine's.
 
     Attributes:
         facts: what it does with this model.
     """
 
-    def __init__(self, engine: Any, ranks: Ranks, unfused: bool) -> None:
-        self._engine, self._ranks, self._unfused = engine, ranks, unfused
+    def __init__(self, engine: Any, ranks: Ranks, unfused: bool, replay: Replay | None) -> None:
+        self._engine, self._ranks, self._unfused, self._replay = engine, ranks, unfused, replay
         self._leak = packing_leak(engine.module)
         attention = engine.module.config.get_text_config()._attn_implementation
         self.facts = StockPath(
@@ -82,7 +90,10 @@ class HFStockPath:
             text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
             warn_once(logger, text, self._leak)
             self._separate_rows(data)
-        with towers_of_tensors(module), self._alone(data) if self.facts.why_not_sharded else nullcontext():
+        with (
+            towers_of_tensors(module), self._alone(data) if self.facts.why_not_sharded else nullcontext(),
+            nullcontext() if self._replay is None else self._replaying(self._replay),
+        ):  # fmt: skip
             output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
         return output
 
@@ -102,6 +113,54 @@ class HFStockPath:
         text = "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism"
         warn_once(logger, text, self.facts.why_not_sharded)
         with replaced(self._engine, "use_ulysses_sp", False), without_ulysses():
+            yield
+
+    @contextmanager
+    def _replaying(self, replay: Replay) -> Iterator[None]:
+        """Context in which verl's engine replays the routes of its micro-batches, or records them where these have the
+        flag `RECORDS`: for FSDP verl does not. They are padded and cut as verl does it with tokens."""
+        engine, running = self._engine, SimpleNamespace(routes=None)
+        inputs, outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
+
+        def records(micro_batch: TensorDict) -> bool:
+            return bool(tu.get_non_tensor_data(micro_batch, RECORDS, False))
+
+        def is_packed(micro_batch: TensorDict) -> bool:
+            return bool(tu.get_non_tensor_data(micro_batch, "use_remove_padding", True))
+
+        def prepare_model_inputs(micro_batch: TensorDict) -> Any:
+            found, args = inputs(micro_batch)
+            ids, routes, running.routes = micro_batch["input_ids"], micro_batch.get(ROUTES, None), None
+            if routes is None:
+                if not records(micro_batch):  # ref's
+                    return found, args
+                none = torch.zeros(len(ids.values()), replay.layers, replay.chosen, dtype=torch.int16)
+                routes = torch.nested.nested_tensor_from_jagged(none.to(ids.device), ids.offsets())
+            rows = list(routes.unbind())
+            if is_packed(micro_batch):
+                flat = torch.cat([*rows, rows[0].new_zeros(args["pad_size"], replay.layers, replay.chosen)])
+                running.routes = slice_input_tensor(flat, 0, padding=False) if engine.use_ulysses_sp else flat
+            else:
+                running.routes = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
+            return found, args
+
+        def prepare_model_outputs(output: Any, output_args: Any, micro_batch: TensorDict, **more: Any) -> Any:
+            found = outputs(output, output_args, micro_batch, **more)
+            if records(micro_batch):
+                ids, routes = micro_batch["input_ids"], running.routes
+                if is_packed(micro_batch):  # by bytes, since collectives know no int16
+                    whole = engine._gather_and_unpad_packed(routes.view(torch.uint8), output_args["pad_size"])
+                    routes = whole.view(torch.int16)
+                else:
+                    lens = ids.offsets().diff().tolist()
+                    routes = torch.cat([row[:n] for row, n in zip(routes.chunk(len(lens)), lens, strict=True)])
+                found[ROUTES] = torch.nested.nested_tensor_from_jagged(routes, ids.offsets())
+            return found
+
+        with (
+            replayed_routers(engine.module, running), replaced(engine, "prepare_model_inputs", prepare_model_inputs),
+            replaced(engine, "prepare_model_outputs", prepare_model_outputs),
+        ):  # fmt: skip
             yield
 
     def _separate_rows(self, data: TensorDict) -> None:

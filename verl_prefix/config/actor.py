@@ -29,8 +29,8 @@ SKIPS = "actor_rollout_ref.actor.prefix.skip_zero_advantage"
 WEIGHTS = "actor_rollout_ref.actor.prefix.loss_weights"
 
 NO_REPLAY = (
-    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True gives batches routed_experts, which a shared prefix "
-    "does not replay; set it to False (prefix/moe/* tells the load of experts), or model_engine=veomni or megatron"
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True gives batches routed_experts, which nobody replays: "
+    "set it to False, or router_replay.mode=R3 in the actor's section of engine options"
 )
 # Of modes of router replay: why a batch has no routes.
 NO_ROUTES = {
@@ -73,6 +73,15 @@ def refuse_norm_by_pass(key: str, section: Any) -> None:
         f"{key}.loss_agg_mode=seq-mean-token-sum-norm with {key}.loss_scale_factor=null divides by the longest "
         f"row of a pass, so that the loss follows the token budget; set {key}.loss_scale_factor to "
         "data.max_response_length",
+    )
+
+
+def refuse_replay_of_ref(key: str, engine: Any) -> None:
+    """Refuses `router_replay` of ref and critic, whose tokens go where their routers say; `key`: its section's."""
+    mode, role = engine.router_replay.get("mode", "disabled"), role_of(engine).rpartition(".")[2]
+    refuse(
+        mode != "disabled" and role != "actor",
+        f"{key}.router_replay.mode={mode}: {role} replays no routes; set {key}.router_replay.mode=disabled",
     )
 
 
@@ -161,7 +170,7 @@ class PrefixActor:
             engine.prefix not in (self.prefix, PrefixConfig()),
             f"{key}.{self.on.section}.prefix is filled in from {ours}, and differs from it; set its keys there",
         )
-        refuse(self.enable_rollout_routing_replay, NO_REPLAY)
+        self._check_replay(engine.router_replay.mode)
         refuse_shuffle(key, self)
         if self.prefix.schedule != "stock":
             refuse_norm_by_pass(key, self)
@@ -181,6 +190,21 @@ class PrefixActor:
         self.engine.prefix = self.prefix
         self.engine.freeze_vision_tower = self.freeze_vision_tower
         self.engine.ppo_epochs = self.ppo_epochs
+
+    def _check_replay(self: Any, mode: str) -> None:
+        key = self.on.key("actor", "router_replay.mode")
+        rollout = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+        refuse(self.enable_rollout_routing_replay and mode == "disabled", NO_REPLAY)
+        refuse(
+            self.enable_rollout_routing_replay != (mode == "R3"),
+            f"{key}={mode} and {rollout}={self.enable_rollout_routing_replay}: R3 replays what rollouts record, and R2 "
+            f"what old log-probs record; set {rollout}=True and {key}=R3, or False and R2",
+        )
+        refuse(
+            mode != "disabled" and self.prefix.trace_dir,
+            f"actor_rollout_ref.actor.prefix.trace_dir={self.prefix.trace_dir} and {key}={mode}: a trace holds no "
+            f"routed_experts; remove it, or set {key}=disabled",
+        )
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
         """The checks that need the model's config; verl calls this in the driver.

@@ -10,11 +10,12 @@ from verl_prefix.config.actor import (
     PrefixEngineOptions,
     refuse_norm_by_pass,
     refuse_padding,
+    refuse_replay_of_ref,
     refuse_shuffle,
     role_of,
 )
 from verl_prefix.config.engines import FSDP2
-from verl_prefix.config.model import check_dealt, check_sequence_parallel, refuse
+from verl_prefix.config.model import check_dealt, check_sequence_parallel, read_hf_config, refuse
 from verl_prefix.config.options import PrefixConfig
 
 VERLS_CRITIC = "critic=dp_critic (verl's own critic; with critic.strategy=fsdp2 on FSDP2)"
@@ -47,17 +48,12 @@ class PrefixEngineConfig(PrefixEngineOptions, FSDPEngineConfig):
             f"{key}.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
             f"{key}.qat.enable=False, or model_engine=dp",
         )
-        replay = (self.get("router_replay") or {}).get("mode", "disabled")
-        refuse(
-            replay != "disabled",
-            f"{key}.router_replay.mode={replay}: verl's FSDP engine replays no routes; set {key}.router_replay."
-            "mode=disabled, or model_engine=veomni or megatron",
-        )
+        refuse_replay_of_ref(key, self)
 
 
 @dataclass
 class PrefixActorConfig(PrefixActor, FSDPActorConfig):
-    """verl's FSDP actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be refused.
+    """verl's FSDP actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be compared.
 
     Raises:
         ValueError: an actor option that would silently undo sharing.
@@ -78,6 +74,27 @@ class PrefixActorConfig(PrefixActor, FSDPActorConfig):
             f"{key}.strategy=fsdp2, or model_engine={'dp' if self.strategy == 'fsdp' else self.strategy} without it",
         )
         super().__post_init__()
+
+    def check(self, n_gpus: int, model_config: Any) -> None:
+        super().check(n_gpus, model_config)
+        if self.fsdp_config.router_replay.mode != "disabled" and model_config is not None:
+            check_replayed(self.fsdp_config, read_hf_config(model_config))
+
+
+def check_replayed(fsdp_config: Any, hf_config: Any) -> None:
+    """Refuses to replay routers that we do not know.
+
+    Args:
+        fsdp_config: the actor's. hf_config: the model's; None: nobody sees it here.
+
+    Raises:
+        ValueError: naming the model and what to set.
+    """
+    from verl_prefix.models.replay import why_not_replayed
+
+    key, mode = "actor_rollout_ref.actor.fsdp_config.router_replay.mode", fsdp_config.router_replay.mode
+    why = why_not_replayed(hf_config) if mode != "disabled" and hf_config is not None else ""
+    refuse(why, f"{key}={mode}: {why}; set {key}=disabled")
 
 
 @dataclass

@@ -56,7 +56,7 @@ class PrefixEngine:
     backend: Backend
     trees: TreeRule
     _trace: TraceWriter | None = None
-    _is_ref = False
+    _routers_choose = False  # also where the batch has routes: this engine computes ref, or values
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -94,12 +94,12 @@ class PrefixEngine:
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
         """The batch with the routes that it replays, or with the flag `RECORDS` where it leaves them; without any where
-        this engine computes ref.
+        this engine computes ref, or values.
 
         Raises:
-            ValueError: the batch has routes that nobody replays, or has none.
+            ValueError: the batch has routes that nobody replays, or has none, or those of another model.
         """
-        if self.backend.has_no_updates or self._is_ref:
+        if self.backend.has_no_updates or self._routers_choose:
             return data.exclude(ROUTES)
         replay, has_routes = self.backend.replay, ROUTES in data.keys()
         if replay is None:
@@ -110,13 +110,16 @@ class PrefixEngine:
         if not (records or has_routes):
             raise ValueError(NO_ROUTES[replay.mode])
         data = data.exclude(ROUTES) if records else data
+        shape = (replay.layers, replay.chosen)
+        if not records and (found := data[ROUTES].values().shape[1:]) != shape:
+            raise ValueError(f"{ROUTES} has {[*found]} layers and experts of a token, and the model {[*shape]}")
         tu.assign_non_tensor(data, **{RECORDS: records})
         return data
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """As verl's: the actor computes ref."""
-        with super().disable_adapter(), replaced(self, "_is_ref", True):  # type: ignore[misc]
+        with super().disable_adapter(), replaced(self, "_routers_choose", True):  # type: ignore[misc]
             yield
 
     def _run_stock(

@@ -129,7 +129,7 @@ class BatchRows:
         routes: Any = self.data[ROUTES]
         if not routes.is_nested or routes.offsets().tolist() != self.offsets:
             raise ValueError(f"{ROUTES} has other lengths than the rows: it has to say where each of their tokens goes")
-        values: torch.Tensor = routes.values().cpu()
+        values: torch.Tensor = routes.values().to("cpu", torch.int16)
         return values
 
     @property

@@ -51,6 +51,13 @@ class ExpertLoads:
         }
 
 
+def router_kinds(model: torch.nn.Module) -> tuple[type, ...]:
+    """Classes of the modules that transformers records as `router_logits`."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    recorders: list[Any] = [(part._can_record_outputs or {}).get("router_logits") for part in parts]
+    return tuple({recorder.target_class for recorder in recorders if hasattr(recorder, "target_class")})
+
+
 class CountedRouters(ExpertLoads):
     """Counts what routers of transformers choose in forwards of an update, and not again where gradient checkpointing
     repeats them.
@@ -61,9 +68,7 @@ class CountedRouters(ExpertLoads):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-        recorders: list[Any] = [(part._can_record_outputs or {}).get("router_logits") for part in parts]
-        kinds = tuple({recorder.target_class for recorder in recorders if hasattr(recorder, "target_class")})
+        kinds = router_kinds(model)
         self._routers = [module for module in model.modules() if isinstance(module, kinds)]
 
     @contextmanager

@@ -7,7 +7,7 @@ verl's own path keeps the implementation that the user chose.
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from verl_prefix.models.last_layer import on_head_tokens
 from verl_prefix.models.logits import readers, scales_logits, written_elsewhere
 from verl_prefix.models.recurrent import is_recurrent, shared_states
 from verl_prefix.models.replaced import replaced
+from verl_prefix.models.replay import replayed_routers
 from verl_prefix.models.support import layer_window
 from verl_prefix.models.veomni import is_veomni, unsliced
 from verl_prefix.models.verls_vision import own_attention
@@ -89,13 +90,14 @@ class HookedModel:
 
     Attributes:
         model: every forward enters through it, so that its hooks run.
+        replays: its routers do what `AttentionPass.routes` says.
         text_config: of its text model. expert_loads: of its updates.
     """
 
     is_early_stage = False
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, replays: bool = False) -> None:
+        self.model, self.replays = model, replays
         self.text_config: PretrainedConfig = model.config.get_text_config()
         self.expert_loads = CountedRouters(model)
 
@@ -109,7 +111,7 @@ class HookedModel:
         try:
             with (
                 own_attention(self.model), shared_states(self.model), on_head_tokens(self.model), unsliced(),
-                _prefetched_in_backward(self.model),
+                _prefetched_in_backward(self.model), replayed_routers(self.model) if self.replays else nullcontext(),
             ):  # fmt: skip
                 yield
         finally:

@@ -36,10 +36,10 @@ class PassForward:
 
 @contextmanager
 def pass_forwards(
-    forwards: Mapping[torch.nn.Module, PassForward], tellers: Iterable[torch.nn.Module]
+    forwards: Mapping[torch.nn.Module, PassForward], tellers: Iterable[torch.nn.Module], name: str = "forward"
 ) -> Iterator[None]:
-    """Context in which modules run these forwards, each of which is told the pass wherever it is the argument
-    `prefix_pass` of one of the modules `tellers`.
+    """Context in which modules run these forwards, or other methods of this `name`, each of which is told the pass
+    wherever it is the argument `prefix_pass` of one of the modules `tellers`.
 
     Gradient checkpointing runs a layer again with its hooks, or, by transformers since 5.23, its forward alone. Some
     layers pass no keyword arguments to the modules in them: those that verl patches, and some of before transformers
@@ -53,7 +53,7 @@ def pass_forwards(
 
     with ExitStack() as undo:
         for module, call in forwards.items():
-            undo.enter_context(replaced(module, "forward", call))
+            undo.enter_context(replaced(module, name, call))
         for teller in tellers:
             undo.callback(teller.register_forward_pre_hook(tell, prepend=True, with_kwargs=True).remove)
         yield
