@@ -420,8 +420,23 @@ FUSED, LORA = "model.use_fused_kernels=True", "model.lora_rank=64"
 NO_KL, GROUPER = "actor.use_kl_loss=False", "actor.use_prefix_grouper=True"
 LOG_PROB_ROWS = "rollout.log_prob_micro_batch_size_per_gpu"
 ULYSSES = "actor.fsdp_config.ulysses_sequence_parallel_size"
-# verl's FSDP scripts with several responses per prompt: github.com/verl-project/verl, tag v0.9.0, examples/.
+TEACHERS = "distillation.teacher_models"
+BY_TEACHER = (
+    NO_KL, "distillation.enabled=True", "distillation.n_gpus_per_node=4", "distillation.nnodes=1",
+    "distillation.distillation_loss.loss_mode=k1", "distillation.distillation_loss.use_task_rewards=False",
+)  # fmt: skip
+# verl's FSDP scripts with several responses per prompt: github.com/verl-project/verl, tag v0.9.0, examples/; and of
+# distillation, of its main branch of 2026-08-22 (1dda039).
 SCRIPTS = {
+    "on_policy_distillation_trainer/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (128, 128, 1), (1024, 2048), "24576 tokens",
+        others=(*BY_TEACHER, f"{TEACHERS}.teacher_model.model_path=Qwen/Qwen3-32B"),
+    ),
+    "on_policy_distillation_trainer/run_qwen3_8b_mopd_fsdp": Settings(
+        "Qwen3-VL-8B", (128, 128, 1), (1024, 2048), "24576 tokens",
+        others=(*BY_TEACHER, f"+{TEACHERS}.gsm8k.key=openai/gsm8k", f"+{TEACHERS}.gsm8k.model_path=Qwen/Qwen3-32B",
+                f"+{TEACHERS}.geo3k.key=hiyouga/geometry3k", f"+{TEACHERS}.geo3k.model_path=Qwen/Qwen3-VL-32B"),
+    ),
     "grpo_trainer/run_qwen3_8b_fsdp": Settings("Qwen3-8B", (1024, 256, 5), (1024, 2048), "24576 tokens"),
     "grpo_trainer/run_qwen3_4b_fsdp": Settings(
         "Qwen3-4B", (512, 256, 5), (1024, 1024), "3000 tokens", others=("rollout.log_prob_max_token_len_per_gpu=4096",)
@@ -686,6 +701,7 @@ VEOMNI_KEY = "actor_rollout_ref.actor.veomni"
 # On VeOmni and Megatron, of text with LoRA, of pictures, and refused; the others are left to CI.
 TELLING = (
     "on_policy_distillation_trainer/run_qwen3_8b_megatron",
+    "on_policy_distillation_trainer/run_qwen3_8b_fsdp",
     "grpo_trainer/run_qwen3_30b_veomni",
     "tuning/lora/run_qwen3_8b_fsdp",
     "grpo_trainer/run_qwen3_vl_8b_fsdp",
@@ -733,7 +749,7 @@ def command_of(settings: Settings, model: Path, data: Path) -> list[str]:
     )  # fmt: skip
     if settings.engine == "dp":
         actor += "actor.strategy=fsdp2", "actor.fsdp_config.param_offload=False", "ref.fsdp_config.param_offload=True"
-    elsewhere = [word for word in actor if word.startswith("distillation.")]
+    elsewhere = [word for word in actor if word.lstrip("+").startswith("distillation.")]
     actor = [word for word in actor if word not in elsewhere]
     return [
         "python3", "-m", "verl.trainer.main_ppo", f"model_engine={settings.engine}", *elsewhere,
