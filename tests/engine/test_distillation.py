@@ -179,6 +179,16 @@ def test_every_loss_of_distillation_that_verl_has_is_among_those_tested():
     assert {"forward_kl_topk", *ESTIMATORS} == set(DISTILLATION_LOSS_REGISTRY)
 
 
+def test_outputs_of_topk_are_those_that_verl_makes():
+    offsets = torch.tensor([0, 2])
+    teacher = {
+        name: torch.nested.nested_tensor_from_jagged(x, offsets)
+        for name, x in (("teacher_ids", torch.zeros(2, 1).long()), ("teacher_logprobs", -torch.ones(2, 1)))
+    }
+    made = distillation_loss({"distillation": {}})(data=teacher, student_logits=torch.randn(1, 2, 9))
+    assert (*made,) == outputs.TOPK and (*teacher,) == outputs.TEACHER
+
+
 def _in_half_precision(models: dict, schedule: str, distillation: str) -> dict[str, dict[str, float]]:
     """What ours and stock miss in bf16, where fp32 stock is truth enough."""
     options = {"schedule": schedule, "distillation": DISTILLED[distillation], "turns": "kept"}

@@ -24,11 +24,9 @@ WORKER = f"{V1}:AgentLoopWorkerTQ.__ray_metadata__.modified_class"  # Ray gives 
 # verl imports these only where vLLM, VeOmni or Megatron is installed; `make test-vllm`, `make test-veomni` and `make
 # test-megatron` run what we build on them.
 BESIDE_OTHERS = (
-    "verl.workers.rollout.vllm_rollout",
-    "verl.workers.engine.veomni",
-    "verl.workers.engine.megatron",
+    "verl.workers.rollout.vllm_rollout", "verl.workers.engine.veomni", "verl.workers.engine.megatron",
     "verl.trainer.distillation.megatron",
-)
+)  # fmt: skip
 
 # Parameters, or None where only the name is ours to rely on (registries, base classes, enumerations).
 CONTRACT = {
@@ -89,8 +87,9 @@ CONTRACT = {
     f"{V1}.trainer_base:PPOTrainer._balance_batch": "self batch metrics logging_prefix keep_minibatch",
     f"{V1}.trainer_base:PPOTrainer._get_required_batch_multiple": "self dp_size",
     "verl.tools.tool_registry:load_all_tools": "tool_config_path function_tool_path",
-    "verl.trainer.distillation.losses:distillation_ppo_loss": "config distillation_config model_output data dp_group "
-    "student_logits data_format",
+    "verl.trainer.distillation.losses:distillation_ppo_loss": (
+        "config distillation_config model_output data dp_group student_logits data_format"
+    ),
     "verl.trainer.distillation.losses:get_distillation_loss_fn": "loss_name",
     "verl.trainer.ppo.core_algos:ADV_ESTIMATOR_REGISTRY": None,
     "verl.trainer.ppo.core_algos:get_policy_loss_fn": "name",
