@@ -44,6 +44,8 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
 fi
 
 ########################### data and model ###########################
+# What it does goes to stderr: the last command may print JSON.
+echo "ab_grpo: questions and model in $OUT" >&2
 if [ -z "$DATA" ]; then
     DATA=$OUT/questions.jsonl
     "$PYTHON" "$ROOT/recipes/musique/make_questions.py" --output "$DATA" --num 64 --seed 1 > "$OUT/prepare.log"
@@ -106,6 +108,7 @@ OVERRIDES=(
 train() {
     local name=$1
     shift
+    echo "ab_grpo: $STEPS steps with $1; log: $OUT/$name.log" >&2
     VERL_FILE_LOGGER_PATH=$OUT/$name.jsonl "$PYTHON" -m verl.trainer.main_ppo "${OVERRIDES[@]}" \
         hydra.run.dir="$OUT/hydra/$name" "$@" > "$OUT/$name.log" 2>&1 ||
         { tail -n 30 "$OUT/$name.log" >&2; echo "training failed: $OUT/$name.log" >&2; exit 1; }
@@ -120,6 +123,7 @@ case "$MODE" in
     trace)
         train recorded model_engine=prefix actor_rollout_ref.actor.prefix.trace_dir="$OUT/trace"
         # shellcheck disable=SC2086
+        echo "ab_grpo: $STEPS steps are recorded, and replayed through both engines: $AB_ARGS" >&2
         exec "$PYTHON" -m verl_prefix.cli ab --trace "$OUT/trace" --out "$OUT/report" $AB_ARGS
         ;;
     runs)

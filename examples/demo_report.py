@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_prefix.files import write_whole
-from verl_prefix.tools.ab.runs import TOLERANCE, compare_seconds, relative_difference, same_rollouts
+from verl_prefix.tools.ab.runs import TOLERANCE, compare_seconds, even_ratio, relative_difference, same_rollouts
 from verl_prefix.tools.plots import Bars, Curves
 from verl_prefix.tools.plots import save as save_plot
 from verl_prefix.tools.report import provenance
@@ -57,8 +57,6 @@ SHARED = ("stock", "one level", "trees")
 SUSPICIOUS = 1.5
 # A mean reward that moves less than this over all steps shows nothing; `make learn` has a run that learns.
 LEAST_MOVE = 0.01
-# Ratios of steps that are further apart, largest over smallest, have no median that can be quoted.
-UNEVEN = 1.5
 
 
 @dataclass(frozen=True)
@@ -151,17 +149,14 @@ def _ratios(stock: list[dict[str, Any]], prefix: list[dict[str, Any]]) -> dict[s
     """Return median seconds and stock/prefix of every step after the first, for each timing that both arms logged.
 
     The first step warms up, measures rates and checks itself. Seconds follow the length of a step's prompts, so those
-    of an idle machine may be twice as many in one step as in another; but both arms' steps of one number have the same
-    prompts, and what makes their `ratios` uneven is the machine. `ratio` is the median of `ratios`, and None where it
-    cannot be quoted: there is one such step alone, or the largest ratio is more than `UNEVEN` times the smallest.
+    of an idle machine may be twice as many in one step as in another. `ratio`: see `even_ratio`.
     """
     theirs, ours = ({step["step"]: step["data"] for step in steps} for steps in (stock, prefix))
     both = [step for step in theirs if step in ours]
     timings = compare_seconds(theirs, ours, both[1:], TIMINGS.values())
     rows = {title: timings[name] for title, name in TIMINGS.items() if name in timings}
     for row in rows.values():
-        even = len(row["ratios"]) > 1 and max(row["ratios"]) <= UNEVEN * min(row["ratios"])
-        row["ratio"] = statistics.median(row["ratios"]) if even else None
+        row["ratio"] = even_ratio(row["ratios"])
     return rows
 
 

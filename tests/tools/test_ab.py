@@ -220,7 +220,11 @@ def test_turns_of_odd_sessions_replay_within_the_tolerances(tmp_path, replay, sp
     assert done.returncode == 0, done.stdout
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["holds"] and len(report["steps"]) == 1
+    assert "| tolerance |" not in (tmp_path / "out" / "report.md").read_text(), "a line an arm where all holds"
     for arm in ("packed", "phased"):
+        worst = report["steps"][0]["arms"][arm]["same_weights"]["grads"]
+        line = f"{arm}: 9 of 9 tolerances hold; gradients within {worst:.1e} of stock's; 1 of 1 steps shared a prefix."
+        assert line in (tmp_path / "out" / "report.md").read_text()
         reuse = report["steps"][0]["arms"][arm]["values"]["prefix/reuse_fraction"]
         assert (reuse < 0.5) == (trees == "off"), reuse
     step = json.loads((tmp_path / "trace" / "rank_00000" / "step_00000.json").read_text())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 
 import pytest
@@ -49,12 +50,12 @@ def test_equal_first_steps_hold_and_times_are_compared(tmp_path):
 
 def test_a_speed_up_is_the_median_over_steps_of_one_number(tmp_path):
     """Steps have prompts of other lengths: seconds of one step are not to be held against those of another."""
-    seconds = {1: (9, 9), 2: (10, 5), 3: (20, 4), 4: (40, 20)}
+    seconds = {1: (9, 9), 2: (10, 5), 3: (20, 8), 4: (40, 20)}
     stock, ours = ({i: {"timing_s/update_actor": float(pair[arm])} for i, pair in seconds.items()} for arm in (0, 1))
     code, found = compare(tmp_path, stock, ours)
     assert code == 0 and found["timings"]["timing_s/update_actor"]["n"] == 3
     assert found["timings"]["timing_s/update_actor"]["speedup"] == 2.0
-    assert "| timing_s/update_actor | 3 | 20.000 | 5.000 | 2.00 |" in (tmp_path / "out" / "report.md").read_text()
+    assert "| timing_s/update_actor | 3 | 20.000 | 8.000 | 2.00 |" in (tmp_path / "out" / "report.md").read_text()
     steps = [
         {"arms": {arm: {"seconds": dict.fromkeys(verdict.PASSES, s), "added_gib": {}}
                   for arm, s in zip(("stock", "ours"), pair, strict=True)}}
@@ -62,6 +63,18 @@ def test_a_speed_up_is_the_median_over_steps_of_one_number(tmp_path):
     ]  # fmt: skip
     assert verdict._passes(steps[1:], "ours")["update"]["speedup"] == 2.0
     assert verdict._passes(steps, "ours")["optimizer"]["speedup"] == 2.0, "the first step allocates its state"
+
+
+def test_a_speed_up_that_is_uneven_or_of_one_step_is_none(tmp_path):
+    for ours, says in (((9, 5, 5, 3.3), "uneven"), ((9, 5), "one step")):
+        ours = {i: {"timing_s/update_actor": float(seconds)} for i, seconds in enumerate(ours, 1)}
+        stock = dict.fromkeys(ours, {"timing_s/update_actor": 10.0})
+        code, found = compare(tmp_path, stock, ours)
+        assert code == 0 and found["timings"]["timing_s/update_actor"]["speedup"] is None
+        line = next(x for x in (tmp_path / "out" / "report.md").read_text().splitlines() if "update_actor |" in x)
+        assert line.endswith(f"| {says} |")
+        shutil.rmtree(tmp_path / "out")
+    assert verdict.even_ratio([2.0, 3.0, 2.5]) == 2.5 and verdict.even_ratio([2.0, 3.01, 2.5]) is None
 
 
 def test_a_report_without_a_plot_says_what_to_install(tmp_path, monkeypatch, capsys):

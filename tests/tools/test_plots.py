@@ -120,6 +120,12 @@ def test_a_reward_that_does_not_move_is_not_drawn(drawn: list[Figure], monkeypat
     assert _titles(demo_report.draw, report, drawn)[0] == "Reward (critic/rewards/mean)"
 
 
+def test_stock_is_first_in_every_legend(drawn: list[Figure]) -> None:
+    curves = plots.Curves("errors", "relative", [1, 2], [("packed", [1.0, 2.0]), ("stock, a run", [1.0, 2.0])])
+    assert plots.save(Path("unused.png"), "title", [curves])
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["stock, a run", "packed"]
+
+
 def test_a_tolerance_is_a_line(drawn: list[Figure]) -> None:
     curves = plots.Curves("errors", "relative", [1, 2], [("ours", [1e-7, 2e-7])], log=True, limit=("tolerance", 5e-6))
     assert plots.save(Path("unused.png"), "title", [curves])

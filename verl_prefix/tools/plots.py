@@ -154,6 +154,7 @@ def save(path: Path, title: str, panels: Iterable[Curves | Bars], columns: int =
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
     ncols = min(len(handles), round(width / 1.75))
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=ncols)
+    first = dict(sorted(handles.items(), key=lambda item: item[0].partition(",")[0] != "stock"))  # stock first
+    figure.legend(list(first.values()), list(first), loc="outside lower center", ncols=ncols)
     figure.savefig(path, dpi=110)
     return True

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_prefix.files import write_whole
-from verl_prefix.tools.ab.verdict import PASSES, timed
+from verl_prefix.tools.ab.verdict import PASSES, as_ratio, shared_steps, timed
 from verl_prefix.tools.plots import Bars, Curves, save
 from verl_prefix.tools.report import Table, show
 from verl_prefix.tools.report import markdown as as_markdown
@@ -48,24 +48,34 @@ def blocks(report: dict[str, Any]) -> list[str | Table]:
     """Text and tables of report.md."""
     steps, dtype = report["steps"], report["dtype"]
     verdict = "every tolerance holds" if report["holds"] else "NOT every tolerance holds"
+    failed = {t["arm"] for t in report["tolerances"] if not t["holds"]}
     checked = [
         (t["arm"], t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["step"] or "all",
          "yes" if t["holds"] else "**no**")
-        for t in report["tolerances"]
+        for t in report["tolerances"] if t["arm"] in failed
     ]  # fmt: skip
+    where = f"{report['ranks']} rank{'s' * (report['ranks'] > 1)}, {dtype}"
     lines: list[str | Table] = [
         f"# A/B against the stock actor: {verdict}",
-        f"{len(steps)} steps, {report['ranks']} ranks, {dtype}, {report['device']}, commit {report['git']['commit']}; "
+        f"{len(steps)} steps, {where}, {report['device']}, commit {report['git']['commit']}; "
         f"model {report['model']['name']}.",
-        Table(("arm", "tolerance", "worst value", "limit", "step", "holds"), checked),
     ]
+    for arm in dict.fromkeys(t["arm"] for t in report["tolerances"]):
+        holds = [t["holds"] for t in report["tolerances"] if t["arm"] == arm]
+        worst = max(step["arms"][arm]["same_weights"]["grads"] for step in steps)
+        lines.append(
+            f"{arm}: {sum(holds)} of {len(holds)} tolerances hold; gradients within {worst:.1e} of stock's; "
+            f"{shared_steps(steps, arm)} of {len(steps)} steps shared a prefix."
+        )
+    if checked:
+        lines.append(Table(("arm", "tolerance", "worst value", "limit", "step", "holds"), checked))
     for arm, where in report["first_diverging"].items():
         at = f"step {where['step']}, {where['quantity']} of {where['layer']}"
         lines.append(f"First divergence of {arm}: {at}, relative error {where['error']:.2e}.")
     lines += [f"Note: {note}." for note in report["notes"]]
     passes = [
-        (arm, name, len(timed(steps, name)), f"{row['median_s']:.3f}", f"{row['min_s']:.3f} to {row['max_s']:.3f}",
-         f"{row['speedup']:.2f}", "-" if row["added_gib"] is None else f"{row['added_gib']:.3f}")
+        (arm, name, n := len(timed(steps, name)), f"{row['median_s']:.3f}", f"{row['min_s']:.3f} to {row['max_s']:.3f}",
+         as_ratio(row["speedup"], n), "-" if row["added_gib"] is None else f"{row['added_gib']:.3f}")
         for arm, of_arm in report["passes"].items() for name, row in of_arm.items()
     ]  # fmt: skip
     lines.append(Table(("arm", "pass", "n", "median s", "min to max", "speed-up", "added GiB"), passes))
@@ -101,7 +111,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
         return Curves(title.format(top), unit, numbers, ys, x="replayed step", log=True, limit=limit)
 
     def each(values: Iterable[float | None]) -> str:
-        return " and ".join("-" if value is None else f"{value:.2g}" for value in values)
+        return " and ".join("?" if value is None else f"{value:.2g}" for value in values)
 
     updates = {arm: report["passes"][arm]["update"] for arm in ("stock", *judged)}
     faster = each(updates[arm]["speedup"] for arm in judged)

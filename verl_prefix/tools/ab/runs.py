@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_prefix.files import parse_json
 from verl_prefix.tools.ab.render import write
+from verl_prefix.tools.ab.verdict import as_ratio, even_ratio
 from verl_prefix.tools.plots import Curves, save
 from verl_prefix.tools.report import Table, provenance
 
@@ -141,7 +142,7 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
     names = sorted(name for name in runs[0][common[-1]] if name.startswith("timing_s/"))
     timings = compare_seconds(runs[0], runs[1], timed, names)
     for row in timings.values():
-        row |= {"n": len(row["ratios"]), "speedup": statistics.median(row["ratios"])}
+        row |= {"n": len(row["ratios"]), "speedup": even_ratio(row["ratios"])}
     return {
         **provenance(SCHEMA),
         "runs": [Path(path).name for path in paths],
@@ -163,7 +164,7 @@ def blocks(report: dict[str, Any]) -> list[str | Table]:
     common = report["common_steps"]
     checked = [(t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["holds"]) for t in report["tolerances"]]
     timings = [
-        (name, row["n"], f"{row['stock_s']:.3f}", f"{row['prefix_s']:.3f}", f"{row['speedup']:.2f}")
+        (name, row["n"], f"{row['stock_s']:.3f}", f"{row['prefix_s']:.3f}", as_ratio(row["speedup"], row["n"]))
         for name, row in report["timings"].items()
     ]
     first, last = str(common[0]), str(common[-1])
