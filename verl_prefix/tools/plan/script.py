@@ -76,10 +76,8 @@ def expanded(words: list[str]) -> list[str]:
     calls = _trainings(text, [] if is_quoted else [str(Path(first).resolve()), *rest], named)
     trains = [words for i, words in enumerate(calls) if words not in calls[:i]]
     if not trains:
-        raise PlanError(
-            f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written; give "
-            "the words of its training command, key=value ..."
-        )
+        told = f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written"
+        raise PlanError(f"{told}; give the words of its training command, key=value ...")
     command = next((words for words in trains if not any(map(VAL_ONLY.fullmatch, words))), trains[0])
     if len(trains) > 1:
         which = f"{named} has {len(trains)} training commands, and this is number {trains.index(command) + 1}"
@@ -144,9 +142,8 @@ def _trace(text: str, words: list[str], named: str) -> list[str]:
             prelude.flush()
             environment = {"PATH": "/nonexistent", "BASH_ENV": prelude.name, "PS4": "+ ", "LC_ALL": "C.UTF-8"}
             environment["SCRIPT_SOURCE"] = "".join(words[:1])
-            script = CALL.sub(r"\1bash ", TO_FILE.sub(r"\1", text)).replace(
-                "BASH_SOURCE", "SCRIPT_SOURCE"
-            )  # of a file alone bash sets it
+            script = CALL.sub(r"\1bash ", TO_FILE.sub(r"\1", text))
+            script = script.replace("BASH_SOURCE", "SCRIPT_SOURCE")  # of a file alone bash sets it
             script += "\n\nwait"  # behind a last line that ends in a backslash; for a training in the background
             bash = subprocess.Popen(
                 ["/bin/bash", "-r", "-x", "-c", script, *words], env=os.environ | environment, stdin=subprocess.DEVNULL,

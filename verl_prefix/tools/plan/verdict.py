@@ -117,16 +117,12 @@ def judge(
         todo += [f"{ACTOR}.prefix.schedule=auto"] if now.schedule == "stock" else []
         trains = "" if ours is FSDP2 else f"this trains with {ours.verls}: "
         verdict += f": {trains}set {' and '.join(todo)}" if todo else ""
-    dos = (
-        ["Gains most", *["Gains too"] * len(changes)]
-        if fits or not change
-        else [f"Fits in {change.needed_gib:.3g} GiB"]
-    )
+    drawn = " (both of one drawn step; the first line's is of several)" if now not in trees.values() else ""
+    first = "Gains most" if fits or not change else f"Fits in {change.needed_gib:.3g} GiB"
     advice = [
         f"{do}: {' '.join(one.overrides)}, update {one.update:.2f}x, not {one.instead_of:.2f}x"
-        + " (both of one drawn step; the first line's is of several)"
-        * ("prefix.trees=" in one.overrides[0] and now not in trees.values())
-        for do, one in zip(dos, changes, strict=False)
+        + ("prefix.trees=" in one.overrides[0]) * drawn
+        for do, one in zip((first, *["Gains too"] * (fits and len(changes))), changes, strict=False)
     ] or ["No change that was tried " + ("gains 2 % more" if fits else "fits: use more GPUs")]
     return {"verdict": verdict, "advice": "\n".join(advice), "worth_it": worth, "needed_gib": needed, "fits": fits,
             "change": change and change._asdict()}  # fmt: skip

@@ -103,11 +103,10 @@ def read_work(asked: Asked, size: Sizes, shape: ModelShape, tokenizer: Any, dump
             "again without the special tokens that verl's dumps leave out, and cut where prompts part"
         ]
     else:
-        prompts, overlong = (
-            drawn_prompts(options.prompt_lengths, config.data.max_prompt_length)
-            if options.prompt_lengths
-            else read_prompts(config, asked.messages or read_messages(config), tokenizer)
-        )
+        if (spec := options.prompt_lengths) is not None:
+            prompts, overlong = drawn_prompts(spec, config.data.max_prompt_length)
+        else:
+            prompts, overlong = read_prompts(config, asked.messages or read_messages(config), tokenizer)
         is_text, ends = all(prompt.ids for prompt in prompts), end_tokens(tokenizer) if tokenizer else set()
         if (turns := options.session) is None:
             draws, assumed = response_lengths(asked, tokenizer)
