@@ -251,7 +251,7 @@ def read_messages(config: DictConfig) -> Messages:
     for file in files:
         path = Path(str(file)).expanduser()
         if not path.is_file():
-            raise PlanError(f"data.train_files: {file} is not a file here; copy it to this machine")
+            raise PlanError(f"data.train_files: {file} is not a file here; copy it, or add --prompt-lengths 2400")
         table = _read_table(path)
         if data.prompt_key not in table.column_names:
             raise PlanError(f"{file} has columns {table.column_names}; set data.prompt_key to one of them")

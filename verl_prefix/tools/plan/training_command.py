@@ -1,6 +1,7 @@
 """A training command as verl reads it: its model, what the driver would refuse, how long its prompts are."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -206,9 +207,10 @@ def _tool_schemas(data: DictConfig) -> list[dict[str, Any]] | None:
         tools = load_all_tools(**paths)
     except Exception as error:  # they are the user's own code
         named = ", ".join(f"data.{key}={path}" for key, path in paths.items() if path)
+        folder = Path(next(filter(None, paths.values()))).parent
         raise PlanError(
             f"{named}: these tools cannot be loaded here ({type(error).__name__}: {error}); plan with PYTHONPATH="
-            "FOLDER of what they import, or set the key to null to plan without their schemas"
+            f"{folder}, or where what they import is, or set the key to null to plan without their schemas"
         ) from error
     return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
 
