@@ -77,9 +77,10 @@ def test_what_is_accepted_builds_both_engines_configs(paths, family, overrides):
         ("qwen3", f"{VEOMNI}.init_device=cpu", r"init_device=cpu: on 8 GPUs VeOmni .* from meta alone; set that"),
         ("qwen3", f"{VEOMNI}.init_device=cuda", r"veomni.init_device=cuda: on 8 GPUs VeOmni .* from meta alone"),
         ("qwen3", "trainer.n_gpus_per_node=1", r"init_device=meta: on 1 GPU VeOmni .* from cuda alone; set that"),
-        ("qwen3", f"{VEOMNI}.router_replay.mode=R2", r"router_replay.mode=R2: .*; set .*=disabled, or model_engine=v"),
+        ("qwen3", f"{VEOMNI}.router_replay.mode=R2", r"=R2: qwen3 has other routers than qwen3_moe; set .*=disabled"),
+        ("qwen3_moe", f"{VEOMNI}.router_replay.mode=R3", r"mode=R3 and .*routing_replay=False: .* set .*=True and"),
         ("qwen3", f"{REF}.veomni.router_replay.mode=R3", r"ref.veomni.router_replay.mode=R3"),
-        ("qwen3", f"{ROLES}.rollout.enable_rollout_routing_replay=True", r"routed_experts.*set it to False"),
+        ("qwen3", f"{ROLES}.rollout.enable_rollout_routing_replay=True", r"routed_experts, which nobody replays"),
         (
             "qwen3", f"{ULYSSES} {VEOMNI}.attn_implementation=sdpa",
             r"attn_implementation=sdpa attends within .*size=2; set .*=flash_attention_2",

@@ -179,6 +179,8 @@ def as_batch(rows: list, sessions: list[int], options: dict, generator: torch.Ge
         "calculate_sum_pi_squared": options.get("calculate_sum_pi_squared", False),
         "global_batch_size": 20,
     }
+    if "routes" in options:  # as verl's worker tells engines of its own
+        flags["enable_routing_replay"] = True
     if "temperature" not in fields:
         flags["temperature"] = options.get("temperature", 1.0)
     return _padded(fields, flags) if options.get("padded", False) else tu.get_tensordict(fields, flags)

@@ -21,9 +21,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import HFStockPath, without_ulysses
-from verl_prefix.config.actor import role_of
-from verl_prefix.config.engines import CRITIC
-from verl_prefix.config.fsdp import PrefixEngineConfig, check_replayed, refuse_value_head
+from verl_prefix.config.actor import check_replayed, role_of
+from verl_prefix.config.engines import CRITIC, FSDP2
+from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_value_head
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import PackedForward
@@ -69,7 +69,6 @@ class HFBackend:
         )  # fmt: skip
 
     counts_last_tokens = False
-    replay: Replay | None = None
     after_not_finite = "verl skips an update whose gradient norm is not finite"
 
     def check_model(self) -> None:
@@ -84,6 +83,11 @@ class HFBackend:
     @property
     def config(self) -> Any:
         return self._engine.module.config
+
+    @functools.cached_property
+    def replay(self) -> Replay | None:
+        mode, text = self._engine.engine_config.router_replay.mode, self.config.get_text_config()
+        return None if mode == "disabled" else Replay(mode, text.num_hidden_layers, text.num_experts_per_tok)
 
     @functools.cached_property
     def shape(self) -> ModelShape:
@@ -184,11 +188,6 @@ class FSDPBackend(HFBackend):
         self._unfused = unfused
 
     @functools.cached_property
-    def replay(self) -> Replay | None:  # type: ignore[override]
-        mode, text = self._engine.engine_config.router_replay.mode, self.config.get_text_config()
-        return None if mode == "disabled" else Replay(mode, text.num_hidden_layers, text.num_experts_per_tok)
-
-    @functools.cached_property
     def _stock_path(self) -> HFStockPath:
         return HFStockPath(self._engine, self.ranks, self._unfused, self.replay)
 
@@ -268,7 +267,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
 
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config, unfused = engine_config.prefix, False
-        check_replayed(engine_config, model_config.hf_config)
+        check_replayed(engine_config, FSDP2, model_config.hf_config)
         if self.prefix_config.schedule != "stock":
             model = "critic.model" if engine_config.of_critic else "actor_rollout_ref.model"
             warn_of_replaced_options(model_config, model)

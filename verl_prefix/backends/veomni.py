@@ -10,19 +10,22 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.fsdp import HFBackend, check_on_rank
-from verl_prefix.config.actor import role_of
+from verl_prefix.config.actor import check_replayed, role_of
+from verl_prefix.config.engines import VEOMNI
 from verl_prefix.config.model import is_varlen
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built, check_model_options, check_weights
 from verl_prefix.engine.backend import StockPath
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
+from verl_prefix.engine.rows import RECORDS, ROUTES
 from verl_prefix.models import vision
 
 
@@ -47,7 +50,11 @@ class VeOmniBackend(HFBackend):
         )
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        output: dict[str, Any] = self._engine.verls_batch(data.copy(), loss_function, forward_only)
+        data = data.copy()
+        # verl's worker sets it, and not where the actor computes ref or the self-check asks.
+        replays = self.replay is not None and (ROUTES in data.keys() or tu.get_non_tensor_data(data, RECORDS, False))
+        tu.assign_non_tensor(data, enable_routing_replay=replays)
+        output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
         return output
 
     def memory(self, options: PrefixConfig) -> Memory:
@@ -70,6 +77,7 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
         self, model_config, engine_config: PrefixVeOmniEngineConfig, optimizer_config, checkpoint_config
     ) -> None:
         self.prefix_config = engine_config.prefix
+        check_replayed(engine_config, VEOMNI, model_config.hf_config)
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config)
             key = f"{role_of(engine_config)}.veomni.ulysses_parallel_size"

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from verl.workers.config import PolicyLossConfig
 
-from verl_prefix.config.engines import Engine, slices_of
+from verl_prefix.config.engines import VEOMNI, Engine, slices_of
 from verl_prefix.config.model import check_model_family, check_sequence_parallel, refuse, warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.versions import check_versions, warn_once
@@ -83,6 +83,24 @@ def refuse_replay_of_ref(key: str, engine: Any) -> None:
         mode != "disabled" and role != "actor",
         f"{key}.router_replay.mode={mode}: {role} replays no routes; set {key}.router_replay.mode=disabled",
     )
+
+
+def check_replayed(engine: Any, on: Engine, hf_config: Any) -> None:
+    """Refuses to replay routers that we do not know.
+
+    Args:
+        engine: the actor's section of engine options. on: verl's engine.
+        hf_config: the model's; None: nobody sees it here.
+
+    Raises:
+        ValueError: naming the model and what to set.
+    """
+    from verl_prefix.models.replay import MODEL_TYPES, VEOMNI_TYPES, why_not_replayed
+
+    key, mode = on.key("actor", "router_replay.mode"), engine.router_replay.mode
+    types = VEOMNI_TYPES if on is VEOMNI else MODEL_TYPES
+    why = why_not_replayed(hf_config, types) if mode != "disabled" and hf_config is not None else ""
+    refuse(why, f"{key}={mode}: {why}; set {key}=disabled")
 
 
 def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:

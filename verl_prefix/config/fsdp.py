@@ -8,6 +8,7 @@ from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPEngineCon
 from verl_prefix.config.actor import (
     PrefixActor,
     PrefixEngineOptions,
+    check_replayed,
     refuse_norm_by_pass,
     refuse_padding,
     refuse_replay_of_ref,
@@ -78,23 +79,7 @@ class PrefixActorConfig(PrefixActor, FSDPActorConfig):
     def check(self, n_gpus: int, model_config: Any) -> None:
         super().check(n_gpus, model_config)
         if self.fsdp_config.router_replay.mode != "disabled" and model_config is not None:
-            check_replayed(self.fsdp_config, read_hf_config(model_config))
-
-
-def check_replayed(fsdp_config: Any, hf_config: Any) -> None:
-    """Refuses to replay routers that we do not know.
-
-    Args:
-        fsdp_config: the actor's. hf_config: the model's; None: nobody sees it here.
-
-    Raises:
-        ValueError: naming the model and what to set.
-    """
-    from verl_prefix.models.replay import why_not_replayed
-
-    key, mode = "actor_rollout_ref.actor.fsdp_config.router_replay.mode", fsdp_config.router_replay.mode
-    why = why_not_replayed(hf_config) if mode != "disabled" and hf_config is not None else ""
-    refuse(why, f"{key}={mode}: {why}; set {key}=disabled")
+            check_replayed(self.fsdp_config, FSDP2, read_hf_config(model_config))
 
 
 @dataclass

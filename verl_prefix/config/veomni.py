@@ -6,7 +6,14 @@ from typing import Any
 
 from verl.workers.config import VeOmniActorConfig, VeOmniEngineConfig
 
-from verl_prefix.config.actor import PrefixActor, PrefixEngineOptions, refuse_padding, role_of
+from verl_prefix.config.actor import (
+    PrefixActor,
+    PrefixEngineOptions,
+    check_replayed,
+    refuse_padding,
+    refuse_replay_of_ref,
+    role_of,
+)
 from verl_prefix.config.engines import VEOMNI
 from verl_prefix.config.model import is_varlen, read_hf_config, refuse, refuse_absent_options
 from verl_prefix.config.options import PrefixConfig
@@ -42,12 +49,7 @@ class PrefixVeOmniEngineConfig(PrefixEngineOptions, VeOmniEngineConfig):
             f"{key}.enable_reentrant=True: VeOmni's reentrant checkpoint takes no layers of transformers 5, and ends "
             f"in the first forward, under model_engine=veomni too; set {key}.enable_reentrant=False",
         )
-        mode = self.router_replay.mode
-        refuse(
-            mode != "disabled",
-            f"{key}.router_replay.mode={mode}: a shared prefix replays no routes; set {key}.router_replay.mode="
-            "disabled, or model_engine=veomni",
-        )
+        refuse_replay_of_ref(key, self)
         size, attention = self.ulysses_parallel_size, self.attn_implementation
         refuse(
             size > 1 and not is_varlen(attention),
@@ -58,7 +60,7 @@ class PrefixVeOmniEngineConfig(PrefixEngineOptions, VeOmniEngineConfig):
 
 @dataclass
 class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
-    """verl's VeOmni actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be refused.
+    """verl's VeOmni actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be compared.
 
     Raises:
         ValueError: an actor option that would silently undo sharing.
@@ -81,8 +83,10 @@ class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
         super().__post_init__()
 
     def check(self, n_gpus: int, model_config: Any) -> None:
+        hf_config = None if model_config is None else read_hf_config(model_config)
+        check_replayed(self.veomni, VEOMNI, hf_config)
         super().check(n_gpus, model_config)
-        check_spread(self.veomni, n_gpus, None if model_config is None else read_hf_config(model_config))
+        check_spread(self.veomni, n_gpus, hf_config)
         device, gpus, wanted = self.veomni.init_device, f"{n_gpus} GPUs", "meta"
         if n_gpus == 1:
             gpus, wanted = "1 GPU", "cuda"  # or another accelerator's name

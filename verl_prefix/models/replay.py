@@ -20,6 +20,8 @@ from verl_prefix.models.support import num_experts
 
 # Models whose routers choose by one `torch.topk` over all experts.
 MODEL_TYPES = ("qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3")
+# Those of them that VeOmni, which replays on verl's own path, has wired (veomni/utils/moe_router_replay.py).
+VEOMNI_TYPES = ("qwen3_moe",)
 
 
 class Routed(Protocol):
@@ -32,11 +34,11 @@ class Routed(Protocol):
     routes: torch.Tensor | None
 
 
-def why_not_replayed(config: PretrainedConfig) -> str:
-    """Why routers of a model are not replayed; "": they are."""
+def why_not_replayed(config: PretrainedConfig, types: Sequence[str] = MODEL_TYPES) -> str:
+    """Why routers of a model are not replayed, where those of `types` are; "": they are."""
     text = config.get_text_config()
-    if config.model_type not in MODEL_TYPES:
-        return f"{config.model_type} has other routers than {', '.join(MODEL_TYPES)}"
+    if config.model_type not in types:
+        return f"{config.model_type} has other routers than {', '.join(types)}"
     if text.num_experts_per_tok == 1:
         return "num_experts_per_tok=1, where a token without a record cannot be told from one of expert 0"
     return ""
