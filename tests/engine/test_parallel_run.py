@@ -28,6 +28,8 @@ RUNS = {
     "ulysses": ("qwen3", [], ULYSSES, []),
     "lora": ("qwen3", LORA, [], []),
     "moe": ("qwen3_moe", [], [], []),
+    # verl's own path of FSDP2 replays nothing: in a step's first update the same routes are its routers' own.
+    "moe_replay": ("qwen3_moe", [], ["actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2"], []),
     "moe_lora_ulysses": ("qwen3_moe", LORA, ULYSSES, []),
     "recurrent": ("qwen3_5", [], [], ROW_BY_ROW),
     # ref's ranks compute rows by themselves.
