@@ -5,16 +5,19 @@ FUZZ_BATCHES in the environment is how many, as in tests/engine/test_fuzz.py.
 """
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import random_batches
 from hypothesis import strategies as st
 from random_batches import Case, cases_on, errors_of, measured, rows_of, run_batches
 
 pytest.importorskip("megatron.core")
 
-from megatron_engines import MODELS, write_megatron_model  # noqa: E402
+from megatron_engines import MODELS, routes_of, write_megatron_model  # noqa: E402
 
 # The window of Qwen2 is refused: its bridge takes it from override_transformer_config alone.
 TYPES = [name for name in MODELS if name != "qwen2_window"]
@@ -51,19 +54,21 @@ BUILT = st.fixed_dictionaries({}, optional={
 })  # fmt: skip
 
 
-def on_megatron(case: Case, layout: int, built: dict[str, Any]) -> Case:
+def on_megatron(case: Case, layout: int, built: dict[str, Any], replays: bool) -> Case:
     """The case on an engine of Megatron's."""
     layouts = (EXPERTS if MODELS[case.family][0] in WITH_EXPERTS else DENSE)[case.ranks]
     options = {name: value for name, value in case.options if name not in NOT_THERE}
     if MODELS[case.family][0] in ("glm4_moe", "deepseek_v3"):  # whose routers learn from every token
         options.pop("dead", None)
     options |= layouts[layout % len(layouts)] | built
+    if MODELS[case.family][0] in WITH_EXPERTS and replays:
+        options["replay"] = "R3"
     if built.get("overlap") == "both" and "distributed_optimizer" in built:
         options["overlap"] = "gradients"  # weights that nobody shards are not gathered
     return case._replace(options=tuple(sorted(options.items())))
 
 
-CASES = st.builds(on_megatron, cases_on([1, 2, 2, 4], TYPES), st.integers(0, 239), BUILT)
+CASES = st.builds(on_megatron, cases_on([1, 2, 2, 4], TYPES), st.integers(0, 239), BUILT, st.booleans())
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,19 @@ def _shared() -> Any:
     return SharedEngines()
 
 
+def _with_routes(
+    case: Case, path: str, config: Any, options: dict, chosen: slice, batch: Callable[..., Any] = random_batches._batch
+) -> tuple[list[int], Any]:
+    """A batch of `random_batches` with routes to replay, if the case is one of router replay."""
+    from verl.utils import tensordict_utils as tu
+
+    numbers, data = batch(case, path, config, options, chosen)
+    if "replay" in options:
+        data["routed_experts"] = routes_of(data, config, numbers)
+        tu.assign_non_tensor(data, enable_routing_replay=True)
+    return numbers, data
+
+
 def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
     from megatron_shared import left_by_update
 
@@ -86,7 +104,8 @@ def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
         functools.partial(measured, backend, shared=_shared(), left=left_by_update)
         for backend in ("prefix_megatron", "megatron")
     )
-    errors, saved = errors_of(models, case, ours, stock)
+    with mock.patch.object(random_batches, "_batch", _with_routes):
+        errors, saved = errors_of(models, case, ours, stock)
     if not _counts_alike(case):
         errors = {name: error for name, error in errors.items() if "experts" not in name}
     return errors, saved

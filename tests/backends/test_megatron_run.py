@@ -1,5 +1,5 @@
 """Two GRPO steps by real verl (Ray, two gloo ranks, HF rollout) in both arms of Megatron: tensor and sequence parallel,
-context parallel, and with experts of a rank each. Shows neither vLLM nor CUDA.
+context parallel, and with experts of a rank each, also with router replay. Shows neither vLLM nor CUDA.
 """
 
 import importlib.util
@@ -26,19 +26,21 @@ RUNS = {
         "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_pre_softmax=true",
     ],
 }
+RUNS["qwen3_moe replayed"] = [*RUNS["qwen3_moe"], "actor_rollout_ref.actor.megatron.router_replay.mode=R2"]
 SHARES = importlib.util.find_spec("verl_prefix.backends.megatron") is not None
 
 
 @pytest.mark.ray
 @pytest.mark.ci
-@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in [*RUNS][1:])])
-def test_step_1_is_stocks_and_prompts_are_shared(tmp_path: Path, family: str, train, monkeypatch) -> None:
+@pytest.mark.parametrize("run", ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in [*RUNS][1:])])
+def test_step_1_is_stocks_and_prompts_are_shared(tmp_path: Path, run: str, train, monkeypatch) -> None:
+    family = run.split()[0]
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"), prepend=os.pathsep)
     monkeypatch.setenv("MEGATRON_CPU_DTYPE", "float32")
     stock, *prefix = both_arms(
         tmp_path,
         train,
-        [*OPTIONS, *RUNS[family]],
+        [*OPTIONS, *RUNS[run]],
         family=family,
         vocab_size=1536,  # ranks of tensor parallelism have as many tokens each
         engines=MEGATRON,

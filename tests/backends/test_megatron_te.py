@@ -120,10 +120,14 @@ SIGNATURES = {
         "output_split_sizes=None, use_global_buffer=False",
     },
     "transformer/moe/router.py": {
-        "TopKRouter._apply_expert_bias": "self, routing_map, padding_mask=None",
+        "TopKRouter.routing": "self, logits, padding_mask=None",
         "TopKRouter._apply_aux_loss": "self, probs, scores_for_aux_loss, routing_map, with_padding_mask=False",
         "TopKRouter._apply_seq_aux_loss": "self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, "
         "with_padding_mask=False",
+    },
+    "transformer/moe/router_replay.py": {
+        "RouterReplay.get_replay_topk": "self, scores, topk, num_groups=None, group_topk=None, "
+        "default_compute_topk=None",
     },
     "transformer/moe/moe_utils.py": {
         "get_tokens_per_expert_and_token_count": "routing_map, reduce_group, topk=None, with_padding_mask=False",
@@ -152,7 +156,9 @@ ATTRIBUTES = {
         "MultiLatentAttention": {"softmax_scale", "recompute_up_proj", "rotary_pos_emb", "core_attention"},
     },
     "transformer/transformer_layer.py": {"TransformerLayer": {"self_attention", "mlp", "layer_number"}},
-    "transformer/moe/router.py": {"TopKRouter": {"enable_expert_bias", "local_tokens_per_expert", "expert_bias"}},
+    "transformer/moe/router.py": {
+        "TopKRouter": {"enable_expert_bias", "local_tokens_per_expert", "expert_bias", "router_replay"},
+    },
     "models/gpt/gpt_model.py": {"GPTModel": {"decoder", "output_layer", "rotary_pos_emb", "position_embedding_type"}},
 }  # fmt: skip
 

@@ -20,7 +20,8 @@ from verl_prefix.versions import warn_once
 MEGATRON, REFS = f"{ACTOR}.megatron", f"{REF}.megatron"
 TP, EP = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
 ETP, VANILLA = f"{MEGATRON}.expert_tensor_parallel_size", f"{MEGATRON}.vanilla_mbridge"
-CP = f"{MEGATRON}.context_parallel_size=2"
+CP, REPLAY = f"{MEGATRON}.context_parallel_size=2", f"{MEGATRON}.router_replay.mode"
+RECORDS = f"{ROLES}.rollout.enable_rollout_routing_replay=True"
 OVERRIDE, DDP = f"++{MEGATRON}.override_transformer_config", f"++{MEGATRON}.override_ddp_config"
 FULL = " ".join(f"{OVERRIDE}.recompute_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1"))
 checked = functools.partial(driver.checked, "prefix_megatron")
@@ -60,7 +61,8 @@ def paths(tmp_path_factory):
         ("qwen3_moe", f"{TP}=2 {EP}=2 {ETP}=1 {OVERRIDE}.moe_router_load_balancing_type=none"),
         ("qwen3_moe", f"{BALANCED} {OVERRIDE}.moe_aux_loss_coeff=0.001 {PACKED}"),
         ("qwen3_moe", f"++{MEGATRON}.override_mcore_model_config.moe_config.freeze_moe_router=True"),
-        ("glm4_moe", ""),
+        ("qwen3_moe", f"{REPLAY}=R3 {RECORDS}"),
+        ("glm4_moe", f"{REPLAY}=R2"),
         ("deepseek_v3", f"{TP}=2 {OVERRIDE}.apply_rope_fusion=False"),
         ("phi3", f"{ACTOR}.prefix.schedule=stock {OVERRIDE}.hidden_dropout=0.1 {OVERRIDE}.fp8=hybrid"),
     ],
@@ -141,10 +143,15 @@ REFUSED = [
         ("qwen3", f"{DDP}.use_megatron_fsdp=True", r"override_ddp_config.use_megatron_fsdp=True .*; set False"),
         ("qwen3", sized("use_mbridge", False), r"use_mbridge=False: .*set .*use_mbridge=True"),
         ("qwen3", sized("qat.enable", True), r"megatron.qat.enable=True: .*; set .*=False, or model_engine=meg"),
-        ("qwen3", sized("router_replay.mode", "R2"), r"router_replay.mode=R2: .*; set .*=disabled, or model_engine=m"),
-        ("qwen3", f"{REFS}.router_replay.mode=R3", r"ref.megatron.router_replay.mode=R3"),
+        ("qwen3", f"{REPLAY}=R2", r"router_replay.mode=R2: this qwen3 model has no experts; set .*mode=disabled"),
+        ("qwen3_moe", f"{REFS}.router_replay.mode=R3", r"ref.megatron.router_replay.mode=R3: verl .*; set .*=disabled"),
+        ("qwen3_moe", f"{REPLAY}=R3", r"mode=R3 and .*routing_replay=False: .*; set .*routing_replay=True and"),
+        ("qwen3_moe", f"{REPLAY}=R2 {RECORDS}", r"mode=R2 and .*routing_replay=True: .*, or False and R2"),
+        ("qwen3_moe", f"{REPLAY}=R2 {MODEL}.use_remove_padding=False", r"mode=R2: .*; set .*use_remove_padding=True"),
+        ("qwen3_moe", f"{REPLAY}=R2 {OVERRIDE}.moe_router_fusion=True", r"_fusion=True with .*mode=R2: .*; set .*=Fal"),
+        ("qwen3_moe", f"{REPLAY}=R2 {ACTOR}.prefix.trace_dir=/tmp", r"trace_dir=/tmp and .*mode=R2: .*; remove it, or"),
         ("qwen3", sized("pad_to_length", True), r"actor.megatron.pad_to_length=True, or .*pad_to_length=False"),
-        ("qwen3", f"{ROLES}.rollout.enable_rollout_routing_replay=True", r"routed_experts.*set it to False"),
+        ("qwen3", RECORDS, r"routed_experts.*set it to False"),
         ("qwen3", f"{MODEL}.mtp.enable=True", r"model.mtp.enable=True trains .*; set .*=False"),
         ("qwen3", f"{MODEL}.lora.rank=8", r"model.lora.rank=8: .*adapters of Megatron; remove it, or .*engine=prefix"),
         ("qwen3", f"{MODEL}.lora_rank=8", r"model.lora_rank=8: .*adapters of Megatron"),

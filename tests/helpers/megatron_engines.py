@@ -67,7 +67,7 @@ def write_megatron_model(path: Path, name: str) -> str:
 def engine(
     cls: type, path: str, *, model: str = "qwen3", tp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1,
     sp: bool = False, per_token: bool = False, dtype: str = "float32", forward_only: bool = False,
-    distributed_optimizer: bool = True, lr: float = 1e-5,
+    distributed_optimizer: bool = True, lr: float = 1e-5, replay: str = "disabled",
     override_transformer_config: dict[str, Any] | None = None, override_ddp_config: dict[str, Any] | None = None,
     prefix: dict[str, Any] | None = None, **more: Any,
 ) -> Any:  # fmt: skip
@@ -78,13 +78,14 @@ def engine(
         etp: None leaves it to mcore, which takes `tp`.
         sp: whether ranks of TP share a row's tokens between the layers.
         per_token: verl's loss is mcore's per token, which Megatron-Bridge sets under CP, and no user.
+        replay: verl's mode of router replay.
         prefix: fields of PrefixConfig; None for verl's own engine.
         more: other keys of verl's McoreEngineConfig.
     """
     import megatron_cpu  # noqa: F401  by ranks alone: what it replaces stays
     from megatron.core import parallel_state
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.config import EngineRouterReplayConfig, HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 
     sizes = (tp, ep, tp if etp is None else etp, more.get("pipeline_model_parallel_size", 1), cp)
     if parallel_state.is_initialized() and _sizes(parallel_state) != sizes:
@@ -98,7 +99,8 @@ def engine(
         tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
         context_parallel_size=cp, sequence_parallel=sp, use_distributed_optimizer=distributed_optimizer,
         vanilla_mbridge=True, forward_only=forward_only, override_transformer_config=transformer_config,
-        override_ddp_config=dict(override_ddp_config or {}), **more,
+        override_ddp_config=dict(override_ddp_config or {}), router_replay=EngineRouterReplayConfig(mode=replay),
+        **more,
     )  # fmt: skip
     if prefix is None:
         engine_config = McoreEngineConfig(**fields)
@@ -204,6 +206,31 @@ def batch_of(engine: Any, ranks: Sequence[int], options: dict[str, Any]) -> Any:
 
     vocab = engine.model_config.hf_config.vocab_size
     return tu.concat_tensordict([_batch(rank, vocab, rows_of(rank, options)) for rank in ranks])
+
+
+def routes_of(data: Any, config: Any, numbers: Sequence[int]) -> torch.Tensor:
+    """Routes of a batch's rows as a rollout might have recorded them, jagged int16 [rows, tokens, layers, k]. A token's
+    follow from its row's uid and all tokens up to it, and after the last whole block of 16 prompt tokens from the row's
+    number as well. The last token has none; in some rows one token of the prompt has one expert several times.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    from verl_prefix.engine.rows import BatchRows
+    from verl_prefix.models.support import num_experts
+
+    shape, generator, found = (config.num_hidden_layers, num_experts(config)), torch.Generator(), []
+    rows = zip(numbers, tu.get(data, "uid"), data["input_ids"].unbind(), BatchRows(data).prompt_lens, strict=True)
+    for number, uid, ids, prompt_len in rows:
+        state, own, some = sum(map(ord, uid)), (prompt_len - 1) // 16 * 16, []
+        for place, token in enumerate(ids.tolist()):
+            state = (state * 1_000_003 + token + 7919 * (number + 1) * (place == own)) % 2**61
+            scores = torch.rand(*shape, generator=generator.manual_seed(state))
+            some.append(scores.topk(config.num_experts_per_tok)[1])
+        row = torch.stack(some)
+        row[own][:] = row[own][:, :1] if number % 3 == 0 else row[own]
+        row[-1] = 0
+        found.append(row.to(torch.int16))
+    return torch.nested.as_nested_tensor(found, layout=torch.jagged)
 
 
 def measure(engine: Any, options: dict[str, Any], ranks: Sequence[int] | None = None) -> dict[str, Any]:

@@ -11,13 +11,14 @@ import megatron_cpu  # noqa: F401  first: mcore looks CUDA up
 import torch
 from megatron_engines import engine, gradients
 from shared_models import OURS
+from verl.utils.megatron.router_replay_patch import RouterReplay
 
 from verl_prefix.config.options import PrefixConfig
 
 # What an engine is built by: arguments of `megatron_engines.engine`, and names in `RECOMPUTE` and `OVERLAP`.
 BUILT_BY = (
     "tp", "sp", "ep", "etp", "cp", "distributed_optimizer", "recompute", "overlap", "forward_only", "frozen",
-    "use_remove_padding", "lr", "pipeline_model_parallel_size",
+    "use_remove_padding", "lr", "pipeline_model_parallel_size", "replay",
 )  # fmt: skip
 FULL = {"recompute_granularity": "full"}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -58,6 +59,9 @@ class SharedEngines:
         with torch.no_grad():
             for x, as_first in zip(_tensors(made), first, strict=True):
                 x.copy_(as_first)
+        if "replay" in options:  # verl knows the routers of the engine that was built last
+            found = (getattr(module, "router_replay", None) for module in made.module[0].modules())
+            RouterReplay.router_instances[:] = filter(None, found)
         return _under(made, options) if backend == "prefix_megatron" else made
 
     def _use(self, sizes: tuple) -> None:

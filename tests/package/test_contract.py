@@ -25,7 +25,7 @@ WORKER = f"{V1}:AgentLoopWorkerTQ.__ray_metadata__.modified_class"  # Ray gives 
 # test-megatron` run what we build on them.
 BESIDE_OTHERS = (
     "verl.workers.rollout.vllm_rollout", "verl.workers.engine.veomni", "verl.workers.engine.megatron",
-    "verl.trainer.distillation.megatron",
+    "verl.trainer.distillation.megatron", "verl.utils.megatron",
 )  # fmt: skip
 
 # Parameters, or None where only the name is ours to rely on (registries, base classes, enumerations).
@@ -91,7 +91,6 @@ CONTRACT = {
         "config distillation_config model_output data dp_group student_logits data_format"
     ),
     "verl.trainer.distillation.losses:get_distillation_loss_fn": "loss_name",
-    "verl.trainer.ppo.core_algos:ADV_ESTIMATOR_REGISTRY": None,
     "verl.trainer.ppo.core_algos:get_policy_loss_fn": "name",
     "verl.trainer.ppo.ray_trainer:RayPPOTrainer._balance_batch": "self batch metrics logging_prefix keep_minibatch",
     "verl.trainer.ppo.utils:need_critic": "config",
@@ -178,7 +177,6 @@ CONTRACT = {
     f"{TI}:FSDPEngineWithLMHead.optimizer_step": "self",
     f"{TI}:FSDPEngineWithLMHead.train_batch": "self data loss_function",
     f"{TI}:FSDPEngineWithLMHead.load_checkpoint": "self local_path hdfs_path del_local_after_load kwargs",
-    f"{TI}:FSDPEngine.disable_adapter": "self",
     f"{TI}:FSDPEngineWithLMHead.prepare_model_inputs": "self micro_batch",
     f"{TI}:FSDPEngineWithLMHead._gather_and_unpad_packed": "self tensor pad_size",
     f"{TI}:FSDPEngineWithLMHead.prepare_model_outputs": "self output output_args micro_batch logits_processor_func",

@@ -583,7 +583,7 @@ VEOMNI = {
 }  # fmt: skip
 
 # verl's Megatron scripts of the same commit, examples/, without `grad_offload`, a key that verl 0.9.1 has no more.
-REPLAY = "actor.megatron.router_replay.mode"
+REPLAY = "actor.megatron.router_replay.mode=R3", "rollout.enable_rollout_routing_replay=True"
 RECOMPUTED = tuple(
     f"+actor.megatron.override_transformer_config.{key}"
     for key in ("recompute_method=uniform", "recompute_granularity=full", "recompute_num_layers=1")
@@ -653,8 +653,7 @@ MEGATRON = {
     ),
     "router_replay/run_qwen3_30b_a3b_megatron": of_megatron(
         "Qwen3-30B-A3B", (3, 3, 8), (512, 512), "3 rows",
-        (*spread(1, 6, 8, 1), *RECOMPUTED, *OFF_GPU, NO_KL, f"{REPLAY}=R3"),
-        ("megatron.router_replay.mode=R3",), (8, 6),
+        (*spread(1, 6, 8, 1), *RECOMPUTED, *OFF_GPU, NO_KL, *REPLAY), gpus=(8, 6),
     ),
     "tuning/lora/run_qwen3_30b_a3b_megatron": of_megatron(
         "Qwen3-30B-A3B", (128, 16, 4), (1024, 1024), "2048 tokens",
@@ -691,8 +690,7 @@ MEGATRON = {
     ),
     "grpo_trainer/run_deepseek_v4_flash_megatron": of_megatron(
         "DeepSeek-V4-Flash", (8, 8, 8), (2048, 10240), "12288 tokens",
-        (*spread(1, 8, 8, 1), *OFF_GPU, FUSED, NO_KL, f"{REPLAY}=R3"),
-        ("megatron.router_replay.mode=R3", "deepseek_v4 model"), (8, 8),
+        (*spread(1, 8, 8, 1), *OFF_GPU, FUSED, NO_KL, *REPLAY), ("deepseek_v4 model",) * 2, (8, 8),
     ),
 }  # fmt: skip
 EVERY = SCRIPTS | VEOMNI | MEGATRON

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from verl.trainer.distillation.megatron import losses
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.utils.megatron.router_replay_utils import align_r3_router_replay_data, build_r3_replay_mask
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
@@ -35,15 +36,17 @@ from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.engine.backend import Ranks, StockPath
+from verl_prefix.engine.backend import Ranks, Replay, StockPath
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import flags_of, policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
+from verl_prefix.engine.rows import RECORDS, ROUTES
 from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models.mcore import (
     MegatronModel,
     counts_tokens,
     is_last_stage,
+    layers_with_experts,
     router_counts,
     unsupported_reasons,
     unwrapped,
@@ -105,7 +108,12 @@ class MegatronBackend:
     def stock_facts(self) -> StockPath:
         return StockPath(dense_mask=False, one_row=False, why_not_sharded=None)
 
-    replay = None
+    @functools.cached_property
+    def replay(self) -> Replay | None:
+        """Routes of a rollout are of all layers, those that verl records of layers with experts alone."""
+        mode, config = self._engine.engine_config.router_replay.mode, unwrapped(self._module).config
+        layers = config.num_layers if mode == "R3" else len(layers_with_experts(config))
+        return None if mode == "disabled" else Replay(mode, layers, config.moe_router_topk)
 
     @property
     def counts_last_tokens(self) -> bool:
@@ -174,8 +182,8 @@ class MegatronBackend:
         return torch.zeros((1, size), dtype=self.dtype, device=get_device_id())
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        data = data.copy()
-        tu.assign_non_tensor(data, use_fused_kernels=False)  # as the engine was built
+        data, replays = data.copy(), ROUTES in data.keys() or tu.get_non_tensor_data(data, RECORDS, False)
+        tu.assign_non_tensor(data, use_fused_kernels=False, enable_routing_replay=replays)  # as the engine was built
         output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
         return output
 
@@ -254,6 +262,19 @@ class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
             object.__setattr__(of_verl, "use_fused_kernels", False)  # they make log-probs of all tokens
         super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
         self.set_backend(MegatronBackend(self), engine_config)
+
+    def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
+        """As `PrefixEngine._with_routes`, with -1 for tokens of R3 that verl sends where their router says: the last of
+        each row, and all of a row whose response is masked. Others go where they are recorded to have gone, though that
+        may be one expert several times."""
+        data = super()._with_routes(data, forward_only)
+        if ROUTES in data.keys() and self.engine_config.router_replay.mode == "R3":
+            ids, data, routes = data["input_ids"], data.exclude(ROUTES), data[ROUTES]
+            routes = align_r3_router_replay_data(routes, ids)
+            is_free = ~build_r3_replay_mask(ids, data["response_mask"]).values().to(routes.device)
+            values = routes.values().masked_fill(is_free[:, None, None], -1)
+            data[ROUTES] = torch.nested.nested_tensor_from_jagged(values, routes.offsets())
+        return data
 
 
 EngineRegistry.register(model_type="language_model", backend="prefix_megatron", device="cuda")(PrefixMegatronEngine)

@@ -1,5 +1,7 @@
 """The schedule of verl's Megatron engine: passes one after the other, then what mcore does once after the last."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
-from verl_prefix.models.mcore import router_counts, scale_auxiliary_losses, unwrapped
+from verl_prefix.models.mcore import gather_routes, router_counts, scale_auxiliary_losses, unwrapped
 
 
 @dataclass(eq=False)
@@ -24,7 +26,8 @@ class MegatronSchedule(Schedule):
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
         if self.backward is None:
-            self.run_passes(tokens, plan)
+            with self._recording(tokens):
+                self.run_passes(tokens, plan)
             return
         try:
             with self.module.no_sync():
@@ -40,6 +43,18 @@ class MegatronSchedule(Schedule):
             for count in router_counts(self.module):  # else the next update would count these tokens, too
                 count.zero_()
             raise
+
+    @contextmanager
+    def _recording(self, tokens: TokenBatch) -> Iterator[None]:
+        """Context of passes that may record routes: each stage those of its layers, and then all those of all."""
+        if not tokens.records:
+            yield
+            return
+        assert tokens.routes is not None
+        tokens.routes.fill_(-1)  # routers choose
+        yield
+        tokens.routes.clamp_(min=0)  # of tokens that nobody computed
+        gather_routes(tokens.routes, tokens.input_ids.device)
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
         """All passes, without what mcore does once after them."""

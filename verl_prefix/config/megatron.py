@@ -7,7 +7,14 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl.workers.config import McoreActorConfig, McoreEngineConfig
 
-from verl_prefix.config.actor import SKIPS, PrefixActor, PrefixEngineOptions, refuse_padding, role_of
+from verl_prefix.config.actor import (
+    SKIPS,
+    PrefixActor,
+    PrefixEngineOptions,
+    refuse_padding,
+    refuse_replay_of_ref,
+    role_of,
+)
 from verl_prefix.config.engines import MEGATRON, copies_of
 from verl_prefix.config.model import read_hf_config, refuse, refuse_absent_options, warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
@@ -55,12 +62,7 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
             f"{key}.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
             f"{key}.qat.enable=False, or model_engine=megatron",
         )
-        mode = self.router_replay.mode
-        refuse(
-            mode != "disabled",
-            f"{key}.router_replay.mode={mode}: a shared prefix replays no routes; set {key}.router_replay.mode="
-            "disabled, or model_engine=megatron",
-        )
+        refuse_replay_of_ref(key, self)
         if self.prefix.get("schedule") != "stock":
             self.check_overrides(key)
 
@@ -97,7 +99,7 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
 
 @dataclass
 class PrefixMegatronActorConfig(PrefixActor, McoreActorConfig):
-    """verl's Megatron actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be refused.
+    """verl's Megatron actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be compared.
 
     Raises:
         ValueError: an actor option that would silently undo sharing.
@@ -126,6 +128,11 @@ class PrefixMegatronActorConfig(PrefixActor, McoreActorConfig):
     def check_options(self, model_config: Any) -> None:
         """Checks those of `actor_rollout_ref.model` that Megatron has not, and the model."""
         check_model_options(model_config)
+        replay = f"actor_rollout_ref.actor.megatron.router_replay.mode={self.megatron.router_replay.mode}"
+        refuse(
+            "disabled" not in replay and not model_config.get("use_remove_padding"),
+            f"{replay}: verl replays routes of packed rows; set actor_rollout_ref.model.use_remove_padding=True",
+        )
         if (hf_config := read_hf_config(model_config)) is not None:
             check_built(hf_config, self.megatron)
 
@@ -231,13 +238,14 @@ def check_spread(megatron: Any, n_gpus: int, hf_config: Any) -> None:
 
 
 def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
-    """Refuses a model that megatron-core builds in a way that cannot be shared, and losses of its routers that follow
-    how rows fall into passes.
+    """Refuses a model that megatron-core builds in a way that cannot be shared, losses of its routers that follow how
+    rows fall into passes, and replay where there is nothing to replay.
 
     Raises:
         ValueError: naming what stands in the way.
     """
     from verl_prefix.models.megatron import BALANCED_BY_MBRIDGE, megatron_reasons
+    from verl_prefix.models.support import num_experts
 
     key, override = f"{role_of(megatron)}.megatron", megatron.override_transformer_config
     if reasons := megatron_reasons(hf_config, override):
@@ -280,4 +288,13 @@ def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
         balanced and override.get("moe_router_fusion"),
         f"{fusion}=True with {name}={balancing}: its kernel does not know how often a token counts; set "
         f"{fusion}=False, or {name}=none",
+    )
+    replay, mode = f"{key}.router_replay.mode", megatron.router_replay.mode
+    refuse(
+        mode != "disabled" and not num_experts(hf_config.get_text_config()),
+        f"{replay}={mode}: this {hf_config.model_type} model has no experts; set {replay}=disabled",
+    )
+    refuse(
+        mode != "disabled" and override.get("moe_router_fusion"),
+        f"{fusion}=True with {replay}={mode}: verl's routers that replay are not fused; set {fusion}=False",
     )

@@ -116,7 +116,7 @@ ONLY: dict[str, Values] = {
     **_all("heterogeneous_block_specs is_hybrid_model", "makes layers of other kinds"),
     **_all("mtp_num_layers", "adds layers that predict several tokens", "null"),
     **_all("mrope_section", "is of images", "null"),
-    **_all("moe_enable_routing_replay", "replays routes, of which a shared prefix has one"),
+    **_all("moe_enable_routing_replay", "is set by verl's own key, actor.megatron.router_replay.mode"),
     **_all("moe_router_force_load_balancing", "routes tokens by chance, each time they are computed"),
     **_all("""overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
               defer_embedding_wgrad_compute enable_autocast""", _SCHEDULE),

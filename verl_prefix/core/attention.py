@@ -45,7 +45,8 @@ class AttentionPass:
         head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
         kept: attention outputs that wait for backward; None: they are not kept.
         routes: [n, layers, k] int16, the experts that each of this rank's tokens goes to in each of the model's layers.
-            Where these are not k different ones, its router chooses, and writes its choice there. None: routers choose.
+            Where one is negative, its router chooses, and writes its choice there; but on Megatron also where these are
+            not k different ones. None: routers choose.
         num_calls: of `attend` and of recurrent layers, so far. Compared before and after a forward, it shows a model
             that bypasses them.
     """

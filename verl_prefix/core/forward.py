@@ -77,7 +77,7 @@ class TokenBatch:
         is_read: [N] bool in host memory: of the tokens whose outputs rows read, those that go through lm_head; None:
             all.
         routes: [N, layers, k] int16 in host memory, those of `AttentionPass`; None: routers choose.
-        records: what routers choose is written to `routes`, for the tokens that this rank computes.
+        records: what routers choose is written to `routes`, for the tokens of this rank's passes.
     """
 
     input_ids: torch.Tensor
@@ -195,13 +195,11 @@ class PackedForward:
 
 
 def _record(tokens: TokenBatch, attention_pass: AttentionPass) -> None:
-    """Writes the routes of a pass to those of the batch, without those of tokens that pad this rank's slices."""
+    """Writes the routes of a pass to those of the batch: of all ranks that share its packed row, on each of them."""
     assert tokens.routes is not None and attention_pass.routes is not None
-    places, routes, shards = attention_pass.layout.places, attention_pass.routes.cpu(), attention_pass.shards
-    if shards is not None:
-        is_own = shards.own(torch.ones(len(places), dtype=torch.bool))
-        places, routes = places[shards.tokens[is_own]], routes[is_own]
-    tokens.routes[places] = routes
+    routes, shards = attention_pass.routes, attention_pass.shards
+    routes = routes if shards is None else shards.whole(routes.view(torch.uint8)).view(torch.int16)  # NCCL: no int16
+    tokens.routes[attention_pass.layout.places] = routes.cpu()
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

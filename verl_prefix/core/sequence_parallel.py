@@ -86,6 +86,11 @@ class Shards:
         gathered: torch.Tensor = _Gather.apply(outputs, self.group)  # type: ignore[no-untyped-call]
         return gathered.index_select(0, on_device(places, outputs.device))
 
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Values [t, ...] of each rank's tokens -> [T, ...] of all tokens."""
+        gathered: torch.Tensor = _Gather.apply(values, self.group)  # type: ignore[no-untyped-call]
+        return gathered.index_select(0, self._on_device)
+
     def to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """[t, H, ...] each, of this rank's tokens -> [T, H / n, ...] of all tokens, by one all-to-all for each dtype.
         Fewer heads than ranks are repeated: [T, 1, ...]."""

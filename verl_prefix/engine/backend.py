@@ -89,7 +89,8 @@ class Replay(NamedTuple):
     which record them.
 
     Attributes:
-        mode: verl's. layers: all of the model's, with experts or without. chosen: experts of a token in a layer.
+        mode: verl's. chosen: experts of a token in a layer.
+        layers: all of the model's, with experts or without; those with, in what Megatron records.
     """
 
     mode: str

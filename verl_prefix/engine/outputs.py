@@ -108,17 +108,13 @@ class TokenOutputs:
 
     def recorded(self, plan: Plan) -> torch.Tensor:
         """Routes that passes recorded, jagged [rows, tokens, layers, k] int16: those of a strand in all rows that share
-        it, and zeros for tokens that nobody computed, as each row's last one. Every rank of a slice group calls it.
+        it, and zeros for tokens that nobody computed, as each row's last one.
 
         Args:
             plan: whose passes ran.
         """
-        routes, offsets, slices = self.tokens.routes, self.tokens.offsets, self.backend.ranks.slice_group
+        routes, offsets = self.tokens.routes, self.tokens.offsets
         assert routes is not None
-        if slices is not None:  # each token is of one rank, and has zeros on all others
-            summed = routes.view(torch.uint8).to(get_device_id())
-            torch.distributed.all_reduce(summed, group=slices)
-            routes = summed.cpu().view(torch.int16)
         for group in (group for one in plan.passes for group in one.groups):
             for row, fork in zip(group.rows, group.forks, strict=True):
                 for strand, start, end in group.strands_before(fork):

@@ -179,7 +179,8 @@ class PrefixEngine:
         ranks, keeps = self.backend.ranks, keeps or self._paths.costs.memory
         plan = pad_to_same_passes(plan, ranks.max_over_ranks)
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
-        last_tokens = not forward_only and self.backend.counts_last_tokens
+        # Also where these are recorded, since the update replays them.
+        last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
         mini_batch = MiniBatch(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
         schedule = self._schedule(
             mini_batch.token_outputs.of_tokens, mini_batch.step, forward_only, offload=self.prefix_config.offload,

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class _Running:
         num_tokens: of them, without that padding.
         longest: tokens of the longest row that it computes a part of.
         weights: [t] float32, how often the batch has each of this rank's tokens; 0 for padding.
+        routes: [t, layers, k] int16, the experts of this rank's tokens; -1: its router chooses. None: all routers do.
     """
 
     attention_pass: AttentionPass
@@ -51,6 +53,7 @@ class _Running:
     num_tokens: int
     longest: int
     weights: torch.Tensor
+    routes: torch.Tensor | None
 
 
 class MegatronModel:
@@ -65,7 +68,7 @@ class MegatronModel:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module, self._model = module, unwrapped(module)
-        self._config = self._model.config
+        self._config, self._with_experts = self._model.config, layers_with_experts(self._model.config)
         self.is_early_stage = not self._model.post_process
         self.layers: list[Any] = list(self._model.decoder.layers)
         self.expert_loads = ExpertLoads()
@@ -90,8 +93,11 @@ class MegatronModel:
                 attend = functools.partial(self._attend, layer.layer_number, layer.self_attention)
                 stack.enter_context(replaced(core, "forward", attend))
                 if (router := getattr(layer.mlp, "router", None)) is not None:
-                    count = functools.partial(self._count, layer.layer_number - 1, router)
-                    stack.enter_context(replaced(router, "_apply_expert_bias", count))
+                    number = layer.layer_number - 1
+                    route = functools.partial(self._route, number, router, router.routing)
+                    stack.enter_context(replaced(router, "routing", route))
+                    replay = SimpleNamespace(get_replay_topk=functools.partial(self._choose, number))
+                    stack.enter_context(replaced(router, "router_replay", replay))
                     for name in ("_apply_aux_loss", "_apply_seq_aux_loss"):
                         weigh = functools.partial(self._weigh, getattr(router, name))
                         stack.enter_context(replaced(router, name, weigh))
@@ -125,6 +131,9 @@ class MegatronModel:
                 head = functools.partial(self._head, layer.forward, head_tokens, outputs, logits_chunk)
                 stack.enter_context(replaced(layer, "forward", head))
             result: torch.Tensor = self._module(ids[None], running.positions[None], None)
+        if running.routes is not None and self._config.sequence_parallel and not torch.is_grad_enabled():
+            every = gather_from_sequence_parallel_region(running.routes.view(torch.uint8))  # NCCL has no int16
+            attention_pass.routes = every.view(torch.int16)[: len(input_ids)]
         result = result if self.is_early_stage else result[0]  # GPTModel makes [1, sequence, k] of [sequence, 1, k]
         if (found := attention_pass.num_calls - calls) != len(self.layers):
             raise RuntimeError(
@@ -141,15 +150,19 @@ class MegatronModel:
             ranks = self._config.tensor_model_parallel_size
         more = -len(position_ids) % ranks
         multiplicity = layout.multiplicity if shards is None else shards.own(layout.multiplicity)
-        weights = torch.nn.functional.pad(multiplicity, (0, more)).float()
+        weights, routes = torch.nn.functional.pad(multiplicity, (0, more)).float(), attention_pass.routes
         if ranks > 1:
-            weights = weights.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            weights = weights.chunk(ranks)[rank]
+            if routes is not None:
+                routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, more), value=-1).chunk(ranks)[rank]
         self._running = _Running(
             attention_pass,
             torch.nn.functional.pad(position_ids, (0, more)),
             len(position_ids),
             max(segment.path_len + segment.length for segment in layout.segments),
             on_device(weights, position_ids.device),
+            routes,
         )
         return self._running
 
@@ -209,17 +222,39 @@ class MegatronModel:
         chosen = hidden.squeeze(1).index_select(0, head_tokens)
         return ChunkedHead(logits, outputs, chunk)(chosen.unsqueeze(0)).transpose(0, 1), None
 
-    def _count(
-        self, layer: int, router: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> None:
-        """Replaces TopKRouter._apply_expert_bias, which counts tokens by expert where gradients flow; routing_map
-        [t, experts] bool."""
+    def _route(
+        self, layer: int, router: Any, routing: Callable[..., tuple[torch.Tensor, torch.Tensor]], logits: torch.Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Replaces TopKRouter.routing, of mcore or as verl patches it for router replay, by the same that counts tokens
+        by expert, where gradients flow, as often as the batch has them."""
+        with replaced(router, "enable_expert_bias", False):  # else it counts them itself
+            probs, routing_map = routing(logits, *args, **kwargs)
         if torch.is_grad_enabled():
             assert self._running is not None
             counts = (routing_map * self._running.weights.unsqueeze(1)).sum(0)
             self.expert_loads.add(layer, counts)
             if router.enable_expert_bias:
                 router.local_tokens_per_expert += counts
+        return probs, routing_map
+
+    def _choose(
+        self, layer: int, scores: torch.Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Replaces RouterReplay.get_replay_topk, of mcore or verl: scores [t, experts] -> those of a token's experts,
+        and the experts, [t, k] each. These are the pass's `routes`; where they are -1, the router's own choice, which
+        is written there, so that a layer that runs again in backward takes it again. They have all layers, as a
+        rollout's, or those with experts alone, as verl records them."""
+        assert self._running is not None and default_compute_topk is not None
+        own, routes = default_compute_topk(scores, topk, num_groups, group_topk), self._running.routes
+        if routes is None:
+            return own
+        whole = routes.shape[1] == self._config.num_layers
+        chosen = routes[:, layer if whole else self._with_experts.index(layer)]
+        experts = torch.where(chosen < 0, own[1], chosen)
+        chosen.copy_(experts)
+        return scores.gather(1, experts), experts
 
     def _weigh(
         self, apply: Callable[..., torch.Tensor], probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor,
@@ -239,6 +274,23 @@ def unwrapped(module: Any) -> Any:
     while hasattr(module, "module"):
         module = module.module
     return module
+
+
+def layers_with_experts(config: Any) -> list[int]:
+    """Numbers of the whole model's layers that have experts, from 0; all, by default, of a model that has any."""
+    every = config.moe_layer_freq
+    return [i for i in range(config.num_layers) if (i % every == 0 if isinstance(every, int) else every[i])]
+
+
+def gather_routes(routes: torch.Tensor, device: torch.device) -> None:
+    """Gives each stage of a pipeline the routes of all layers, of which it has those of its own, and zeros.
+
+    Args:
+        routes: [N, layers, k] int16 in host memory, written over.
+    """
+    every, stages = routes.view(torch.uint8).to(device), parallel_state.get_pipeline_model_parallel_group()
+    torch.distributed.all_reduce(every, torch.distributed.ReduceOp.MAX, group=stages)
+    routes.copy_(every.cpu().view(torch.int16))
 
 
 def router_counts(module: torch.nn.Module) -> list[torch.Tensor]:
