@@ -208,6 +208,10 @@ def _padded(fields: dict, flags: dict, width: int | None = None):
     for name in ("response_mask", "advantages", "old_log_probs", "ref_log_prob", "values", "returns"):
         if name in fields:
             dense[name] = pad(fields[name].unbind())
+    if "routed_experts" in fields:
+        rows = fields["routed_experts"].unbind()
+        dense["routed_experts"] = torch.zeros(*mask.shape, *rows[0].shape[1:], dtype=rows[0].dtype)
+        dense["routed_experts"][mask.bool()] = torch.cat(rows)
     dense |= {"prompts": pad(prompts, left=True), "responses": pad(responses), "attention_mask": mask}
     dense |= {
         "input_ids": torch.cat([dense["prompts"], dense["responses"]], dim=1), "position_ids": torch.stack(positions)

@@ -152,7 +152,11 @@ def makes_sense(case: Case) -> bool:
     options = dict(case.options)
     if "trained" in options and ("lora_targets" in options or "tied" in case.family):
         return False
-    if "lora_targets" in options and case.family in (*VISION, "deepseek_v3"):  # PEFT hides what its router reads
+    if "lora_targets" in options and case.family in (
+        *VISION,
+        "deepseek_v3",
+        "glm4_moe",
+    ):  # PEFT hides what its router reads
         return False
     if isinstance(case.rows[0], Again):
         return False
