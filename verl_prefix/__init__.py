@@ -1,4 +1,4 @@
-"""Shared-prefix GRPO for verl's FSDP actor, and for any other loop over a Hugging Face model (`verl_prefix.api`).
+"""Shared-prefix GRPO for verl's actors, and for any other loop over a Hugging Face model (`verl_prefix.api`).
 
 Imports neither verl nor ray: Ray may unpickle our classes first. The functions below load torch when first asked for.
 """

@@ -308,7 +308,7 @@ def _missing(error: ModuleNotFoundError, command: Callable[[argparse.Namespace],
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `verl-prefix`; the return value is the exit code."""
-    parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.", epilog=EXAMPLES)
+    parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's actors.", epilog=EXAMPLES)
     ours, verl, torch = (installed_version(name) or "not installed" for name in ("verl-prefix", "verl", "torch"))
     parser.add_argument("--version", action="version", version=f"verl-prefix {ours} (verl {verl}, torch {torch})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
