@@ -144,7 +144,7 @@ REFUSED = [
         ("qwen3", sized("use_mbridge", False), r"use_mbridge=False: .*set .*use_mbridge=True"),
         ("qwen3", sized("qat.enable", True), r"megatron.qat.enable=True: .*; set .*=False, or model_engine=meg"),
         ("qwen3", f"{REPLAY}=R2", r"router_replay.mode=R2: this qwen3 model has no experts; set .*mode=disabled"),
-        ("qwen3_moe", f"{REFS}.router_replay.mode=R3", r"ref.megatron.router_replay.mode=R3: verl .*; set .*=disabled"),
+        ("qwen3_moe", f"{REFS}.router_replay.mode=R3", r"ref.megatron.router_replay.mode=R3: ref replays .*=disabled"),
         ("qwen3_moe", f"{REPLAY}=R3", r"mode=R3 and .*routing_replay=False: .*; set .*routing_replay=True and"),
         ("qwen3_moe", f"{REPLAY}=R2 {RECORDS}", r"mode=R2 and .*routing_replay=True: .*, or False and R2"),
         ("qwen3_moe", f"{REPLAY}=R2 {MODEL}.use_remove_padding=False", r"mode=R2: .*; set .*use_remove_padding=True"),

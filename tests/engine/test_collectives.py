@@ -29,7 +29,6 @@ ELSEWHERE = {
     "HFStockPath._alone": "engine/test_sequence_parallel.py",
     "HFStockPath._separate_rows": "engine/test_recurrent_engine.py",
     "MegatronBackend.gradients": "backends/test_megatron.py",
-    "TokenOutputs.recorded": "engine/test_router_replay.py",
     "PrefixEngine._run_stock": "engine/test_exchange.py",  # under gate_shut
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
 }

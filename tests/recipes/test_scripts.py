@@ -819,6 +819,7 @@ def test_a_model_that_needs_code_of_its_own_is_named(tmp_path, train_file):
     """Of grpo_trainer/run_minicpm_o_2_6_fsdp."""
     code = {"AutoConfig": "configuration_minicpm.MiniCPMOConfig"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "minicpmo", "auto_map": code}))
+    (tmp_path / "tokenizer.json").touch()
     words = command_of(SCRIPTS["grpo_trainer/run_glm4_1v_9b_fsdp"], tmp_path, train_file(False))
     with pytest.raises(PlanError, match="model.path=.* contains custom code"):
         plan.build(Options(words))

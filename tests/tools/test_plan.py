@@ -628,7 +628,7 @@ def test_a_config_of_the_users_own_composes(folder, tmp_path):
 
 
 def test_one_response_has_one_verdict_and_no_advice_to_sample_more(folder, capsys):
-    for more in ([], ["algorithm.adv_estimator=gae"]):
+    for more in ([], ["algorithm.adv_estimator=gae", f"critic.model.path={folder / 'model'}"]):
         assert cli.main(["plan", *overrides(folder, f"{ROLLOUT}.n=1", f"{PREFIX}.exchange=off", *more)]) == 0
         verdict, *told = capsys.readouterr().out.splitlines()
         assert verdict.startswith("Nothing is shared (a prompt has one response), but lm_head skips prompts: update 1.")

@@ -31,13 +31,13 @@ def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
         return None
     if loss.func is value_loss:  # of every token by itself, summed by agg_loss
         return VALUES
+    if loss.func not in (ppo_loss, distillation_ppo_loss):
+        return None
     mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
     parts = [(get_policy_loss_fn(mode), get_policy_loss_fn)]
     if loss.func is distillation_ppo_loss:
         of_tokens = loss.keywords["distillation_config"].distillation_loss.loss_mode
         parts.append((get_distillation_loss_fn(of_tokens), get_distillation_loss_fn))
-    elif loss.func is not ppo_loss:
-        return None
     is_verls = all(part.__module__ == verls.__module__ for part, verls in parts)
     return mode if mode in LOSSES_OF_ROWS and is_verls else None
 

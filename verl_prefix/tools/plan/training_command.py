@@ -1,5 +1,6 @@
 """A training command as verl reads it: its model, what the driver would refuse, how long its prompts are."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +69,13 @@ def read_model_config(config: DictConfig) -> PretrainedConfig:
     override: Any = OmegaConf.to_container(config.actor_rollout_ref.model.get("override_config") or OmegaConf.create())
     update_model_config(hf_config, override.get("model_config", override))  # as HFModelConfig does
     return hf_config
+
+
+def has_critic(config: DictConfig) -> bool:
+    """verl's need_critic, which warns wherever nobody asked for a critic."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bool(need_critic(config))
 
 
 class Model(NamedTuple):
@@ -160,7 +168,7 @@ def _refusal(check: Callable[..., Any], *arguments: Any) -> str | None:
 def _check_critic(config: DictConfig, *sizes: int) -> None:
     """The driver's check of a critic of ours whose model this machine can see."""
     critic = config.critic
-    if need_critic(config) and critic._target_ == CRITIC.target and read_hf_config(critic.model) is not None:
+    if has_critic(config) and critic._target_ == CRITIC.target and read_hf_config(critic.model) is not None:
         omega_conf_to_dataclass(critic).validate(*sizes)
 
 

@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 from omegaconf import OmegaConf, open_dict
-from verl.trainer.ppo.utils import need_critic
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.driver import is_v1
@@ -23,7 +22,7 @@ from verl_prefix.tools.plan.compose import (
 )
 from verl_prefix.tools.plan.options import PlanError, Turns, prompt_spread, spread
 from verl_prefix.tools.plan.predict import SEED, MicroBatch, Sizes, Step, drawn_steps
-from verl_prefix.tools.plan.training_command import MAX_PROMPTS, Prompt, read_prompts
+from verl_prefix.tools.plan.training_command import MAX_PROMPTS, Prompt, has_critic, read_prompts
 from verl_prefix.tools.plan.turns import Dump, TokenStep, made_up, of_dump, token_step
 
 
@@ -161,7 +160,7 @@ def as_actor(config: Any) -> Any | None:
     """A config whose actor has the model, engine and budgets of this one's critic, so that old log-probs and update
     stand for value pass and update; None: there is none on FSDP2. verl's v1 trainers take one budget for both."""
     critic = config.critic
-    if not need_critic(config) or "fsdp" not in critic:
+    if not has_critic(config) or "fsdp" not in critic:
         return None
     tokens = critic.get("ppo_infer_max_token_len_per_gpu", 32768)
     ours = {"use_dynamic_bsz": True, "ppo_mini_batch_size": critic.ppo_mini_batch_size}
