@@ -143,7 +143,11 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.prefix.loss_weights=turns", r"prefix.loss_weights='turns': set one of rows, sessions"),
         (
             f"{ACTOR}.prefix.loss_weights=sessions {ACTOR}.policy_loss.loss_mode=dro",
-            r"loss_mode=dro .* term without any; set it to one of vanilla.*, or .*loss_weights=rows",
+            r"loss_mode=dro is no multiple; set it to one of vanilla.*, or .*loss_weights=rows",
+        ),
+        (
+            f"{ACTOR}.prefix.loss_weights=sessions {ACTOR}.policy_loss.loss_mode=kl_cov {ACTOR}.prefix.schedule=stock",
+            r"loss_mode=kl_cov is no multiple; set it to one of vanilla",
         ),
         (f"{ACTOR}.prefix.exchange=on", r"prefix.exchange='on': set one of auto, off"),
         (f"{ACTOR}.prefix.schedule=tree", r"prefix.schedule='tree': set one of auto, packed, phased, stock"),
@@ -383,6 +387,10 @@ SEVERAL = {"one_step_off": "data.train_batch_size=256", "fully_async": "async_tr
             f"{ACTOR}.prefix.skip_zero_advantage=True distillation.enabled=True",
             "under distillation.enabled=True; set .*skip_zero_advantage=False, or distillation.enabled=False",
         ),
+        (
+            f"{ACTOR}.prefix.trace_dir=traces distillation.enabled=True",
+            "trace_dir=traces records losses of policies, .*set .*trace_dir=null",
+        ),
         (f"SEVERAL {ACTOR}.use_prefix_grouper=False", "use_prefix_grouper=False .*set trainer.balance_batch=False"),
     ],
 )
@@ -435,6 +443,9 @@ def test_mini_batches_of_prompts_are_refused_where_verls_trainer_makes_them(use_
     OmegaConf.resolve(composed(*weighed))
     with pytest.raises(InterpolationResolutionError, match="does not read; set .*loss_weights=rows"):
         OmegaConf.resolve(composed(*weighed, "distillation.enabled=True"))
+    replayed = f"{ACTOR}.fsdp_config.router_replay.mode=R2", "algorithm.rollout_correction.bypass_mode=True"
+    with pytest.raises(InterpolationResolutionError, match="mode=R2, .*no routed_experts, .*bypass_mode=False"):
+        OmegaConf.resolve(composed(*replayed))
     accepted = options[0], "trainer.v1.trainer_mode=prefix_separate_async", "algorithm.adv_estimator=grpo"
     OmegaConf.resolve(composed(*accepted))
     with_critic = *accepted[:2], "algorithm.adv_estimator=gae"

@@ -81,6 +81,18 @@ def test_rows_that_went_the_same_way_are_the_groups_of_a_batch_without_routes():
     assert found == group_rows(BatchRows(data), TreeRule(), False)
 
 
+def test_without_trees_rows_of_two_prompts_share_nothing_though_one_begins_with_the_other():
+    from verl_prefix.engine.grouping import TreeRule, group_rows
+    from verl_prefix.engine.rows import BatchRows
+
+    (short,) = _rows([("a", 40, [4])])
+    rows = [short, ("a", torch.cat([*short[1:3], short[1]]), *short[2:])]
+    data = batch_of(rows, [_routes(torch.Generator().manual_seed(3), len(row[1]) + len(row[2])) for row in rows])
+    for over, count in (("off", 2), ("batch", 1)):
+        trees = TreeRule(over)
+        assert len(group_rows(BatchRows(data), trees, over == "batch")) == count
+
+
 def test_an_expert_of_the_last_shared_token_keeps_rows_apart():
     rows = _rows([("a", 17, [4, 4])])
     (shared,) = _groups(rows, [16, 16])
@@ -328,7 +340,7 @@ def _of_another_row(patch) -> None:
 
 def _shared_by_prompt(patch) -> None:
     """Rows of a prompt share it wherever they went."""
-    patch.setattr(grouping, "_experts_before", lambda routes: torch.zeros(len(routes), dtype=torch.int64))
+    patch.setattr(grouping, "_experts_before", lambda routes, _: torch.zeros(len(routes), dtype=torch.int64))
 
 
 def _gate_without_gradient(patch) -> None:

@@ -6,8 +6,8 @@ Source: verl/workers/engine/fsdp/transformer_impl.py, FSDPEngine and FSDPEngineW
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -308,6 +308,11 @@ class PrefixFSDPValueEngine(PrefixFSDPEngine, FSDPEngineWithValueHead):
     """
 
     _backend, _routers_choose = ValueBackend, True
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """A critic has none; verl asks for it where the actor computes ref (`no_lora_adapter` of the batch)."""
+        yield
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()

@@ -190,13 +190,14 @@ class PrefixActor:
         )
         self._check_replay(engine.router_replay.mode)
         refuse_shuffle(key, self)
+        mode = self.policy_loss.get("loss_mode", "vanilla")
+        refuse(
+            self.prefix.loss_weights == "sessions" and mode in ("dro", *LOSSES_OF_PASSES),
+            f"{WEIGHTS}=sessions scales advantages, of which {key}.policy_loss.loss_mode={mode} is no multiple; set it "
+            f"to one of {', '.join(MULTIPLES_OF_ADVANTAGE)}, or {WEIGHTS}=rows",
+        )
         if self.prefix.schedule != "stock":
             refuse_norm_by_pass(key, self)
-            refuse(
-                self.prefix.loss_weights == "sessions" and self.policy_loss.get("loss_mode") == "dro",
-                f"{WEIGHTS}=sessions scales advantages, and {key}.policy_loss.loss_mode=dro also has a term without "
-                f"any; set it to one of {', '.join(MULTIPLES_OF_ADVANTAGE)}, or {WEIGHTS}=rows",
-            )
             _refuse_losses_of_passes(f"{key}.policy_loss", self.policy_loss)
             why = gradient_without_advantage(self)
             refuse(

@@ -8,7 +8,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix.config import megatron, veomni
-from verl_prefix.config.actor import SKIPS, WEIGHTS
+from verl_prefix.config.actor import NO_ROUTES, SKIPS, WEIGHTS
 from verl_prefix.config.engines import CRITIC, FSDP2, VEOMNI, copies_of, engine_of, slices_of
 from verl_prefix.config.model import (
     check_dealt,
@@ -19,6 +19,8 @@ from verl_prefix.config.model import (
 )
 from verl_prefix.core.waves import leaves_room
 from verl_prefix.versions import TESTED_VERL, installed_version
+
+BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
 def check_driver(config: DictConfig, in_job: bool = True) -> None:
@@ -40,6 +42,8 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
             in_job and engine.missing,
             f"model_engine={engine.name}, and {engine.package} is not installed: {engine.missing}",
         )
+        replay = OmegaConf.select(config, engine.key("actor", "router_replay.mode"))
+        refuse(replay == "R2" and OmegaConf.select(config, BYPASS), NO_ROUTES["R2"])
         _check_ref(config)
         _check_waves(config)
     refuse(
@@ -60,6 +64,12 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
             "trainer.v1.trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async) under "
             f"verl.trainer.main_ppo, or {one}=rows",
         )
+    traces = "actor_rollout_ref.actor.prefix.trace_dir"
+    refuse(
+        OmegaConf.select(config, traces) and OmegaConf.select(config, "distillation.enabled"),
+        f"{traces}={OmegaConf.select(config, traces)} records losses of policies, and not that of distillation.enabled="
+        f"True; set {traces}=null",
+    )
     refuse(
         OmegaConf.select(config, WEIGHTS) == "sessions" and OmegaConf.select(config, "distillation.enabled"),
         f"{WEIGHTS}=sessions weighs advantages, which the loss of distillation.enabled=True does not read; set "
@@ -110,7 +120,7 @@ def _check_waves(config: DictConfig) -> None:
     prompt, response = (OmegaConf.select(config, f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
     budgets = []
     # As ActorRolloutRefWorker.init_model reads them.
-    bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")  # without old log-probs
+    bypass = OmegaConf.select(config, BYPASS)  # without old log-probs
     for role in ("actor", *([] if bypass else ["rollout"]), *(["ref"] if _has_ref(config) else [])):
         section, of_role = roles[role], "" if role == "actor" else "log_prob_"
         counts_tokens = section[f"{of_role}use_dynamic_bsz"]

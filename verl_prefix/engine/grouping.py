@@ -54,7 +54,7 @@ def group_rows(rows: BatchRows, trees: TreeRule, are_cut: bool) -> list[Group]:
         cuts = [block_cuts(one) for one in cuts]
     elif not are_cut:
         return groups
-    return group_trees(_tree_tokens(rows, trees), rows.offsets, rows.prompt_lens, cuts)
+    return group_trees(_tree_tokens(rows, trees, cuts), rows.offsets, rows.prompt_lens, cuts)
 
 
 def row_cuts(rows: BatchRows, trees: TreeRule) -> list[list[int]]:
@@ -84,12 +84,12 @@ def tokens_by_trees(rows: BatchRows, trees: TreeRule, groups: Sequence[Group]) -
     return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}
 
 
-def _tree_tokens(rows: BatchRows, trees: TreeRule) -> torch.Tensor:
+def _tree_tokens(rows: BatchRows, trees: TreeRule, cuts: Sequence[Sequence[int]]) -> torch.Tensor:
     """[N] int64: the tokens, mixed with all else that must be equal where rows share: positions, pixels, temperature,
-    experts, and unless `trees.over` is batch the uid. A token is mixed with the experts of the token before it: rows
-    share n tokens where the next one is equal, too, which may go to other experts. Under top-k distillation a response
-    is its row's own, also where other rows have it in their prompts: its outputs are made with the teacher's rows of
-    this row."""
+    experts up to a row's last cut, the uid where `trees.over` is uid, and the whole prompt where it is off. A token is
+    mixed with the experts of the token before it: rows share n tokens where the next one is equal, too, which may go to
+    other experts. Under top-k distillation a response is its row's own, also where other rows have it in their prompts:
+    its outputs are made with the teacher's rows of this row."""
     ids, positions = (rows.data[name].values().cpu() for name in ("input_ids", "position_ids"))
     if is_vision_config(trees.config):
         tokens = tree_tokens(ids, positions, rows.offsets, rows.pixels, trees.config)
@@ -99,10 +99,12 @@ def _tree_tokens(rows: BatchRows, trees: TreeRule) -> torch.Tensor:
     tokens = mix_rows(tokens, rows.offsets, temperature.view(torch.int32).tolist())
     if rows.routes is not None:
         lens = [end - start for start, end in pairwise(rows.offsets)]
-        tokens = tokens ^ torch.cat([_experts_before(own) for own in rows.routes.split(lens)])
+        pairs = zip(rows.routes.split(lens), cuts, strict=True)
+        tokens = tokens ^ torch.cat([_experts_before(own, max(ends, default=0) + 1) for own, ends in pairs])
     if trees.over != "batch":
-        numbers = {uid: number for number, uid in enumerate(dict.fromkeys(rows.uids))}
-        tokens = mix_rows(tokens, rows.offsets, [numbers[uid] for uid in rows.uids])
+        names: Sequence[Hashable] = rows.uids if trees.over == "uid" else rows.keys
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        tokens = mix_rows(tokens, rows.offsets, [numbers[name] for name in names])
     if rows.flag("distillation_use_topk"):
         spans = zip(rows.offsets, rows.prompt_lens, rows.response_lens, strict=False)
         responses = ranges([(start + prompt_len, length) for start, prompt_len, length in spans])
@@ -110,6 +112,8 @@ def _tree_tokens(rows: BatchRows, trees: TreeRule) -> torch.Tensor:
     return tokens
 
 
-def _experts_before(routes: torch.Tensor) -> torch.Tensor:
-    """[n] int64: of each token of a row [n, layers, k] what names the experts of the token before it."""
-    return torch.nn.functional.pad(mix_columns(routes.flatten(1))[:-1], (1, 0))
+def _experts_before(routes: torch.Tensor, end: int) -> torch.Tensor:
+    """[n] int64: of each token of a row [n, layers, k] before `end` what names the experts of the token before it; 0 of
+    later ones."""
+    named = mix_columns(routes[:end].flatten(1))[:-1]
+    return torch.nn.functional.pad(named, (1, len(routes) - len(named) - 1))

@@ -288,6 +288,8 @@ def gather_routes(routes: torch.Tensor, device: torch.device) -> None:
     Args:
         routes: [N, layers, k] int16 in host memory, written over.
     """
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
     every, stages = routes.view(torch.uint8).to(device), parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.all_reduce(every, torch.distributed.ReduceOp.MAX, group=stages)
     routes.copy_(every.cpu().view(torch.int16))
