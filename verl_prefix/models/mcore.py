@@ -282,19 +282,6 @@ def layers_with_experts(config: Any) -> list[int]:
     return [i for i in range(config.num_layers) if (i % every == 0 if isinstance(every, int) else every[i])]
 
 
-def gather_routes(routes: torch.Tensor, device: torch.device) -> None:
-    """Gives each stage of a pipeline the routes of all layers, of which it has those of its own, and zeros.
-
-    Args:
-        routes: [N, layers, k] int16 in host memory, written over.
-    """
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return
-    every, stages = routes.view(torch.uint8).to(device), parallel_state.get_pipeline_model_parallel_group()
-    torch.distributed.all_reduce(every, torch.distributed.ReduceOp.MAX, group=stages)
-    routes.copy_(every.cpu().view(torch.int16))
-
-
 def router_counts(module: torch.nn.Module) -> list[torch.Tensor]:
     """Tokens by expert [experts] that each router with a bias has counted since gradients were last reduced."""
     routers: list[Any] = [m for m in module.modules() if getattr(m, "enable_expert_bias", False)]

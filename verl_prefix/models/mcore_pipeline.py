@@ -71,3 +71,16 @@ def run_1f1b(
             forward_step_func=step, data_iterator=[None], model=[module], num_microbatches=number,
             seq_length=1, micro_batch_size=1, forward_only=forward_only,
         )  # fmt: skip
+
+
+def gather_routes(routes: torch.Tensor, device: torch.device) -> None:
+    """Gives each stage of a pipeline the routes of all layers, of which it has those of its own, and zeros.
+
+    Args:
+        routes: [N, layers, k] int16 in host memory, written over.
+    """
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
+    every, stages = routes.view(torch.uint8).to(device), parallel_state.get_pipeline_model_parallel_group()
+    torch.distributed.all_reduce(every, torch.distributed.ReduceOp.MAX, group=stages)
+    routes.copy_(every.cpu().view(torch.int16))
