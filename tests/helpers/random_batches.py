@@ -127,7 +127,7 @@ def cases_on(ranks: list[int], families: Iterable[str] = FAMILIES) -> st.SearchS
 
 def of_critic(case: Case) -> Case:
     """The same rows for a critic, without what is the actor's alone."""
-    of_actor = ("dead", "lora_targets", "policy_loss", "routes", "use_kl_loss")
+    of_actor = ("dead", "distillation", "lora_targets", "policy_loss", "routes", "use_kl_loss")
     kept = [one for one in case.options if one[0] not in of_actor and one[1] != "lm_head"]
     return case._replace(options=(*kept, ("critic", True)))
 

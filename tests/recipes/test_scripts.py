@@ -772,7 +772,7 @@ def outcome(settings: Settings, found: dict[str, Any]) -> str:
 def test_verls_own_settings_have_a_plan_or_are_refused_by_key(monkeypatch, folder_of, train_file, script):
     """Of TELLING with advice, for which as many other settings have a plan."""
     if script not in TELLING:
-        monkeypatch.setattr(verdict, "_best_change", lambda *_, **__: None)
+        monkeypatch.setattr(verdict, "_gaining", lambda *_, **__: [])
     settings = EVERY[script]
     folder = folder_of(settings.model)
     words = command_of(settings, folder, train_file("VL" in settings.model))
