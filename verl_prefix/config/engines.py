@@ -4,7 +4,7 @@ This module imports the standard library alone: `verl-prefix plan` reads a comma
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,11 +89,9 @@ def engine_of(section: Any) -> Engine:
     return next((engine for engine in ENGINES if section.get(engine.section) is not None), FSDP2)
 
 
-def engine_named(names: Iterable[str]) -> Engine:
-    """The engine of a command that sets `model_engine` to these values in turn, verl's names or ours; FSDP2's if the
-    last is of none."""
-    *_, last = ("", *names)
-    return next((engine for engine in ENGINES if last.strip("'\"") in (engine.name, engine.verls)), FSDP2)
+def engine_named(name: str) -> Engine:
+    """The engine of a value of `model_engine`, verl's name or ours, which is one of `ENGINES`."""
+    return next(engine for engine in ENGINES if name in (engine.name, engine.verls))
 
 
 def slices_of(role: str, section: Any) -> tuple[str, int]:

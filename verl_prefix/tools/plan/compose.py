@@ -48,7 +48,7 @@ def compose_config(config_name: str, words: list[str], config_path: str = CONFIG
         PlanError: a word is no override, or they do not compose; see also `model_engine`.
     """
     kept = [word for word in override_words(words) if not word.lstrip("+").startswith("model_engine=")]
-    engine = engine_named([model_engine(config_name, words, config_path)])
+    engine = engine_named(model_engine(config_name, words, config_path))
     config = _compose(config_name, [*kept, f"model_engine={engine.name}"], config_path)
     if (actor := config.actor_rollout_ref.actor).get("_target_") != engine.target:
         raise PlanError(
