@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
-from engines import PAD, TOLERANCE, _batch, _engine, _relative, _responses
+from engines import PAD, TOLERANCE, _batch, _engine, _loss, _relative, _responses
 from shared_models import SharedModels
 from teachers import ONLY, distillation_loss, tell_update
 from torch.distributed import all_reduce, get_rank, get_world_size
@@ -288,6 +288,24 @@ def test_a_rank_without_a_token_that_counts_adds_nothing_to_a_sum(ranks, models,
         assert "distillation/loss" in stock and "distillation/loss_min" in stock
         for name, x in stock.items():
             assert abs(ours[name] - x) <= TOLERANCE * max(abs(x), 1e-2), (name, ours, stock)
+
+
+def _padding_alone(models: dict, loss: str) -> dict[str, float]:
+    """Errors of an update on verl's own path, in which one of this rank's micro-batches is padding alone, against
+    verl's engine with all rows in one micro-batch. Under mini_batches=prompts padding falls as it comes."""
+    rows = [("a", 23, [9, 17], ""), ("b", 41, [11, 5], ""), (PAD, 60, [1], "pad")]
+    given = {"groups": rows, "distillation": DISTILLED.get(loss, DISTILLED["k3"])}
+    if loss == "bypass_mode":
+        given["loss"] = _loss({"policy_loss": {"loss_mode": loss}})
+    ours = _update("prefix", models["qwen3"], given | {"schedule": "stock", "mini_batches": "prompts", "budget": 61})
+    stock = _update("fsdp2", models["qwen3"], given)
+    return {name: x for name, x in _errors(ours, stock, means=False).items() if not name.endswith(("_min", "_max"))}
+
+
+@pytest.mark.parametrize("loss", ["topk", "topk_only", pytest.param("k3", marks=pytest.mark.ci), "bypass_mode"])
+def test_a_micro_batch_of_padding_alone_adds_nothing_on_verls_own_path(ranks, models, loss):
+    for errors in ranks(1, models)(_padding_alone, loss):
+        assert max(errors.values()) <= TOLERANCE, errors
 
 
 def _own_losses(models: dict) -> dict[str, dict]:

@@ -444,3 +444,17 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
         raise torch.OutOfMemoryError("injected")
     (note,) = error.value.__notes__
     assert note.endswith(f"set {advice.replace('{}', 'actor_rollout_ref.actor.prefix')}")
+
+
+@pytest.mark.parametrize(("phase", "key"), [
+    ("packed", "+critic.ppo_infer_max_token_len_per_gpu"), ("phase_c", "critic.model.enable_gradient_checkpointing"),
+    ("phase_b", "critic.model.enable_gradient_checkpointing"),
+])  # fmt: skip
+def test_out_of_memory_in_a_critic_names_its_keys(phase, key):
+    plan = make_plan([Group((0,), 30, (20,))], 10**5, "phased")
+    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, None, "critic"):
+        failed = torch.OutOfMemoryError("injected")
+        failed.prefix_phase = phase
+        raise failed
+    (note,) = error.value.__notes__
+    assert key in note and "log_prob" not in note and "actor_rollout_ref.model" not in note

@@ -8,10 +8,11 @@ import torch
 from engines import TOLERANCE, _batch, _engine, _loss, _relative, _responses, as_batch
 from forced_routes import forced
 from shared_models import OURS, SharedModels
-from torch.distributed import all_reduce, get_rank
+from torch.distributed import all_reduce, get_rank, get_world_size
 from whole_tensors import whole
 
 from verl_prefix.engine import grouping, outputs
+from verl_prefix.engine.together import ExchangeError
 from verl_prefix.testing import write_tiny_model
 
 LAYERS, EXPERTS, CHOSEN = 3, 8, 2
@@ -437,6 +438,19 @@ def _with_more_layers(data):
 
 def test_what_nobody_can_replay_is_refused(ranks, models):
     ranks(1, models)(_refusals)
+
+
+def _fails_on_the_last(models: dict) -> str:
+    engine, data = _engine_and_rows("prefix", models["qwen3_moe"], _options("packed") | {"replay": "R3"})
+    is_last = get_rank() == get_world_size() - 1
+    with pytest.raises((ValueError, ExchangeError)) as error:
+        _inferred(engine, _with_more_layers(data) if is_last else data)
+    return str(error.value)
+
+
+def test_routes_that_one_rank_cannot_replay_end_all_ranks(ranks, models):
+    first, last = ranks(2, models)(_fails_on_the_last)
+    assert "rank 1 failed while reading routes" in first and "layers and experts of a token" in last
 
 
 def _loads(models: dict) -> dict:

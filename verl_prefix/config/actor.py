@@ -50,6 +50,13 @@ def role_of(engine: Any) -> str:
     return f"actor_rollout_ref.{'ref' if engine.get('forward_only') else 'actor'}"
 
 
+def tokens_key(role: str, forward_only: bool) -> str:
+    """The key of the tokens of a pass, of a role as of `role_of`. verl's v1 trainer reads one for all of a critic's."""
+    if role == "critic":
+        return "+critic.ppo_infer_max_token_len_per_gpu"
+    return "log_prob_max_token_len_per_gpu" if forward_only else "ppo_max_token_len_per_gpu"
+
+
 def refuse_padding(key: str, engine: Any) -> None:
     """Refuses `pad_to_length`, where `key` is that of the engine's section."""
     role = role_of(engine)

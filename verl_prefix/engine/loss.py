@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from verl.trainer.distillation.losses import distillation_ppo_loss, get_distillation_loss_fn
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.device import get_device_id
+from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 from verl_prefix.config.actor import LOSSES_OF_ROWS, SKIPS, gradient_without_advantage
@@ -150,6 +151,33 @@ class Loss:
             for name in {"prompts", "responses", "attention_mask"} & set(micro_batch.keys()):
                 micro_batch[name] = on_host[name]
         return micro_batch
+
+    def of_verls_path(self) -> LossFunction | None:
+        """The function as verl's own path calls it. Where it would raise, since no token of a micro-batch counts (one
+        of padding alone), it is zero, and so are its metrics, of which each micro-batch has to have the same."""
+        function = self.function
+        if function is None or not self.needs_a_token:
+            return function
+
+        def or_zero(**given: Any) -> Any:
+            rows, output = given.get("data"), given.get("model_output")
+            if output is None or rows is None or rows["response_mask"].any() or not rows["response_mask"].numel():
+                return function(**given)  # of top-k distillation also what is made of logits
+            mask = rows["response_mask"].clone()
+            (mask.values() if mask.is_nested else mask.view(-1))[0] = 1
+            rows = rows.copy()
+            rows["response_mask"] = mask
+            with torch.no_grad():
+                _, metrics = function(**given | {"data": rows})
+            zeros = {
+                name: metric.init_list() if isinstance(metric, Metric) else 0.0 for name, metric in metrics.items()
+            }
+            for name, zero in zeros.items():
+                if isinstance(zero, Metric):
+                    zero.extend([0.0] * len(metrics[name].values))
+            return 0.0 * next(iter(output.values())).values().sum(), zeros
+
+        return or_zero
 
     def __call__(
         self, model_output: Mapping[str, torch.Tensor], rows: TensorDict, group: Any

@@ -9,18 +9,26 @@ from contextlib import contextmanager
 import torch
 
 from verl_prefix.auto.cost import Memory
+from verl_prefix.config.actor import tokens_key
 from verl_prefix.core.errors import add_note
 from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, most_outputs
 
-_PREFIX = "actor_rollout_ref.actor.prefix"
-_CHECKPOINTS = "set actor_rollout_ref.model.enable_gradient_checkpointing=True"
-_FEWER = "lower ppo_max_token_len_per_gpu (of log-probs log_prob_max_token_len_per_gpu) or micro_batch_size_per_gpu"
-ADVICE = {
-    "packed": f"{_FEWER}, or set {_PREFIX}.schedule=phased",
-    "phase_a": f"set {_PREFIX}.offload=True, {_CHECKPOINTS}, or {_FEWER}",
-    "phase_c": f"{_CHECKPOINTS}, or {_FEWER}",
-}
+_PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
+
+
+def _advice(role: str) -> tuple[str, dict[str, str]]:
+    """How a role checkpoints its layers, and what to set where a phase had the error."""
+    model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
+    checkpoints = f"set {model}.enable_gradient_checkpointing=True"
+    fewer = f"lower {tokens_key(role, False)}"
+    if role != "critic":
+        fewer += f" (of log-probs {tokens_key(role, True)}) or micro_batch_size_per_gpu"
+    return checkpoints, {
+        "packed": f"{fewer}, or set {_PREFIX}.schedule=phased",
+        "phase_a": f"set {_PREFIX}.offload=True, {checkpoints}, or {fewer}",
+        "phase_c": f"{checkpoints}, or {fewer}",
+    }
 
 
 def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
@@ -33,13 +41,14 @@ def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
 
 
 @contextmanager
-def out_of_memory_advice(plan: Plan | None, keeps: Memory | None = None) -> Iterator[None]:
+def out_of_memory_advice(plan: Plan | None, keeps: Memory | None = None, role: str = "") -> Iterator[None]:
     """Context of a plan's passes, or of the self-check's (None): an OutOfMemoryError leaves it with a note on what to
     set.
 
     Args:
-        keeps: what the passes keep.
+        keeps: what the passes keep; None: nobody knows. role: the engine's, as of `config.actor.role_of`.
     """
+    checkpoints, by_phase = _advice(role)
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -48,11 +57,11 @@ def out_of_memory_advice(plan: Plan | None, keeps: Memory | None = None) -> Iter
             advice = f"that was the self-check, which holds the gradients of two paths; set {_PREFIX}.verify=off"
         elif settings := _settings(plan, keeps):
             advice = f"set {' and '.join(settings)}"
-        elif (phase := getattr(error, "prefix_phase", "packed")) in ADVICE:
-            advice = ADVICE[phase]
+        elif (phase := getattr(error, "prefix_phase", "packed")) in by_phase:
+            advice = by_phase[phase]
         elif largest_wave(limit_waves(plan, largest // 2)) < largest:
             advice = f"set {_PREFIX}.wave_tokens={largest // 2} (largest wave: {largest} tokens)"
         else:
-            advice = f"the largest wave is one row already; {_CHECKPOINTS} or offload parameters"
+            advice = f"the largest wave is one row already; {checkpoints} or offload parameters"
         add_note(error, f"verl_prefix: {advice}")
         raise

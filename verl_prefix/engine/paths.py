@@ -12,6 +12,7 @@ from verl.utils.device import get_device_name
 from verl_prefix.auto.calibration import measure
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
 from verl_prefix.auto.cost import PassCost, Rates
+from verl_prefix.config.actor import tokens_key
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group, leave_out
 from verl_prefix.core.schedule import Schedule
@@ -36,6 +37,7 @@ class Paths:
 
     Args:
         schedule: makes a schedule of (outputs, step, forward_only). headroom: of this rank's device.
+        role: the engine's, as of `config.actor.role_of`.
 
     Attributes:
         always: verl's own path, where every batch takes it; or None.
@@ -43,9 +45,10 @@ class Paths:
     """
 
     def __init__(
-        self, backend: Backend, options: PrefixConfig, schedule: Callable[..., Schedule], headroom: Headroom
-    ) -> None:
-        self.options = options
+        self, backend: Backend, options: PrefixConfig, schedule: Callable[..., Schedule], headroom: Headroom,
+        role: str,
+    ) -> None:  # fmt: skip
+        self.options, self._role = options, role
         self.always = Stock("prefix.schedule=stock") if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
         self._told_waves = self._told_bubble = False
@@ -153,7 +156,7 @@ class Paths:
                 "prefix: a row alone is over the %d tokens of a pass (%s, of all ranks that share it), where verl's "
                 "engine would end; raise it",
                 budget,
-                "log_prob_max_token_len_per_gpu" if forward_only else "ppo_max_token_len_per_gpu",
+                tokens_key(self._role, forward_only),
             )
 
     def _tell_waves(self, budget: int) -> None:

@@ -18,7 +18,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.cost import Memory
-from verl_prefix.config.actor import NO_REPLAY, NO_ROUTES, SKIPS
+from verl_prefix.config.actor import NO_REPLAY, NO_ROUTES, SKIPS, role_of
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
@@ -55,6 +55,7 @@ class PrefixEngine:
     prefix_config: PrefixConfig
     backend: Backend
     trees: TreeRule
+    _role: str  # as of `config.actor.role_of`
     _trace: TraceWriter | None = None
     _routers_choose = False  # also where the batch has routes: this engine computes ref, or values
 
@@ -62,11 +63,12 @@ class PrefixEngine:
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
         """A rank's mini-batch: same contract as verl's method, rows in the order they came."""
-        data = self._with_routes(data, forward_only)
+        with together("reading routes") if self.backend.replay else nullcontext():
+            data = self._with_routes(data, forward_only)
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         batch, loss = BatchRows(data), Loss(loss_function)
         if why := self._paths.why_stock(batch, loss) or self._verification.failure:
-            return self._run_stock(batch, loss_function, forward_only, why, {})
+            return self._run_stock(batch, loss, forward_only, why, {})
         loss.tell()
         if loss_function is None:  # log-probs alone, for which no teacher travels
             batch = batch.replaced(data.exclude(*TEACHER))
@@ -79,7 +81,7 @@ class PrefixEngine:
         plan = self._paths.plan(batch, exchange.groups, forward_only, exchange.rows.dead)
         metrics |= self._paths.metrics()
         if isinstance(plan, Stock):
-            return self._run_stock(batch, loss_function, forward_only, plan, metrics)
+            return self._run_stock(batch, loss, forward_only, plan, metrics)
         with together("checking rows"):
             exchange.rows.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.from_zeros)
         rows = self._prepared(exchange.rows)
@@ -87,7 +89,7 @@ class PrefixEngine:
             budget = batch.budget(exchange.groups)  # by the flags that verl set, which `rows` no longer have
             metrics |= self._verification.check(rows, exchange.groups, budget, plan if skips else None, loss)
         if why := self._verification.failure:
-            return self._run_stock(batch, loss_function, forward_only, why, metrics)
+            return self._run_stock(batch, loss, forward_only, why, metrics)
         output, found = self._run_shared(rows, exchange.groups, plan, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
         return self._reported(output, metrics | found | exchange.metrics, batch, forward_only)
@@ -123,14 +125,13 @@ class PrefixEngine:
             yield
 
     def _run_stock(
-        self, batch: BatchRows, loss_function: LossFunction | None, forward_only: bool, why: Stock,
-        metrics: dict[str, float],
-    ) -> dict[str, Any]:  # fmt: skip
+        self, batch: BatchRows, loss: Loss, forward_only: bool, why: Stock, metrics: dict[str, float]
+    ) -> dict[str, Any]:
         """Computes a batch on verl's own path. metrics: of the batch so far."""
         warn_once(logger, "prefix: stock path, %s", why.reason)
         with together("receiving pixels"):
             data = receive_pixels(batch.data)
-        output = self.backend.stock_batch(data, loss_function, forward_only)
+        output = self.backend.stock_batch(data, loss.of_verls_path(), forward_only)
         return self._reported(output, metrics | {"prefix/stock_rows": batch.num_real}, batch, forward_only)
 
     def _reported(
@@ -161,7 +162,7 @@ class PrefixEngine:
         if not forward_only:
             one_copy = is_unscaled(rows.data) and self.backend.reads_logits_once(flags_of(rows.data))
             keeps = self._headroom.keeps(plan, self._paths.costs, self.prefix_config.keep_attention, one_copy)
-        with out_of_memory_advice(plan, keeps):
+        with out_of_memory_advice(plan, keeps, self._role):
             return self.run_plan(rows, groups, plan, loss, forward_only, keeps=keeps, meter=meter)
 
     def run_plan(
@@ -238,6 +239,7 @@ class PrefixEngine:
         `initialize`."""
         self.backend = backend
         self._schedule = functools.partial(backend.schedule, kernel=self.prefix_config.attention)
+        self._role = role_of(engine_config)
         self._verification = Verification(backend, self.prefix_config, self.run_plan)
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
         if self.prefix_config.trace_dir and not backend.has_no_updates:
@@ -258,7 +260,7 @@ class PrefixEngine:
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
             )
         self._headroom = Headroom(self.backend)
-        self._paths = Paths(self.backend, self.prefix_config, self._schedule, self._headroom)
+        self._paths = Paths(self.backend, self.prefix_config, self._schedule, self._headroom, self._role)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Loads as verl's; after that no trace is recorded."""
