@@ -12,19 +12,10 @@ import torch
 from verl_prefix.core.calls import AttentionParams, Segment, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, most_outputs
 from verl_prefix.core.prefix_cache import add_at
 from verl_prefix.core.trees import group_trees
-from verl_prefix.core.waves import (
-    PackedPass,
-    PhasedPass,
-    Plan,
-    first_fit,
-    leaves_room,
-    make_plan,
-    make_waves,
-    most_outputs,
-    pad_to_same_passes,
-)
+from verl_prefix.core.waves import first_fit, leaves_room, make_plan, make_waves, pad_to_same_passes
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(

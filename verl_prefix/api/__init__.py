@@ -22,8 +22,8 @@ from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by
 from verl_prefix.api.rows import Batch, HiddenBatch, PerToken
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.forward import PackedForward, PassOutputs
+from verl_prefix.core.plan import Plan
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import Plan
 from verl_prefix.models import messages, support
 from verl_prefix.models.hidden import HiddenStateModel
 from verl_prefix.models.hookup import HookedModel

@@ -14,8 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from verl_prefix.api.rows import Batch, row_lens, split_rows
+from verl_prefix.core.plan import Plan
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import Plan
 
 
 def outputs_by_row(schedule: Schedule, batch: Batch, plan: Plan) -> Generator[dict[int, torch.Tensor]]:

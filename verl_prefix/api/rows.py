@@ -14,8 +14,9 @@ from verl_prefix.api.checks import check_model, check_responses, prompts_of_rows
 from verl_prefix.api.pixels import pixels_of_prompts, positions_of_row
 from verl_prefix.core.forward import PassOutputs, TokenBatch
 from verl_prefix.core.groups import Group, group_by_key
+from verl_prefix.core.plan import Plan
 from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
-from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.core.waves import make_plan
 from verl_prefix.models import vision
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.groups import Group
+from verl_prefix.core.plan import PackedPass, Plan
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import PackedPass, Plan
 
 # Tokens of a measured segment, and of a measured pass: enough for a device to reach its usual speed.
 _UNIT = {"cpu": 64, "cuda": 512}

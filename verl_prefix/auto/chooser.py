@@ -16,7 +16,8 @@ from verl_prefix.auto.cost import Memory, Rates, peak_bytes
 from verl_prefix.auto.pipeline import Round, Timeline, Work, timeline
 from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import PackedPass, Plan, leaves_room, limit_waves, make_plan, prefix_room
+from verl_prefix.core.plan import PackedPass, Plan
+from verl_prefix.core.waves import leaves_room, limit_waves, make_plan, prefix_room
 
 # A wave of so many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of all
 # prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).

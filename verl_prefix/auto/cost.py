@@ -18,7 +18,7 @@ from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.groups import Group
 from verl_prefix.core.offload import AHEAD
-from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 
 
 @dataclass(frozen=True)

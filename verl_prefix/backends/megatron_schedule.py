@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from verl_prefix.core.forward import TokenBatch
+from verl_prefix.core.plan import Plan
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import Plan
 from verl_prefix.models.mcore import router_counts, scale_auxiliary_losses, unwrapped
 from verl_prefix.models.mcore_pipeline import gather_routes
 

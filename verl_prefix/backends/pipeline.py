@@ -24,9 +24,9 @@ from verl_prefix.backends.megatron_schedule import MegatronSchedule
 from verl_prefix.core.errors import annotate_backwards, annotate_errors
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.layout import Layout, build_layout
+from verl_prefix.core.plan import PhasedPass, Plan
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.schedule import wave_layouts
-from verl_prefix.core.waves import PhasedPass, Plan
 from verl_prefix.models.mcore import unwrapped
 from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
 

@@ -17,8 +17,8 @@ from verl_prefix.core.forward import PackedForward, PassOutputs, TokenBatch
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.prefix_cache import PrefixCache
-from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
 # The fields of `PassOutputs` -> the loss of their rows
 Step = Callable[[Layout, torch.Tensor], torch.Tensor]

@@ -11,7 +11,7 @@ from verl.utils.device import get_device_name
 from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import ROOM_FACTOR, Memory, PassCost, may_have_all_logits, may_keep_attention, peak_bytes
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.waves import Plan
+from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 
 

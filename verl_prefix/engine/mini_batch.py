@@ -10,7 +10,7 @@ from verl.utils.metric import AggregationType, Metric
 
 from verl_prefix.core.errors import current_pass, listed
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.waves import Plan
+from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.outputs import TEACHER, TokenOutputs

@@ -16,7 +16,7 @@ from verl.utils.device import get_device_id
 from verl_prefix.core.calls import on_device, ranges
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.waves import Plan
+from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.rows import PIXELS, RECORDS, BatchRows
 from verl_prefix.models.vision import PixelBatch, is_vision_config

@@ -23,7 +23,8 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.waves import Plan, pad_to_same_passes
+from verl_prefix.core.plan import Plan
+from verl_prefix.core.waves import pad_to_same_passes
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.carried_pixels import receive_pixels
 from verl_prefix.engine.exchange import open_exchange

@@ -13,8 +13,8 @@ import torch
 
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group
+from verl_prefix.core.plan import Plan
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.exchange import Exchange
 from verl_prefix.engine.grouping import TreeRule, tokens_by_trees

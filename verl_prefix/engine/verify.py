@@ -16,7 +16,8 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.core.plan import Plan
+from verl_prefix.core.waves import make_plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import out_of_memory_advice

@@ -17,8 +17,8 @@ from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.forward import Outputs, PackedForward
 from verl_prefix.core.gradients import gradients_aside
+from verl_prefix.core.plan import Plan
 from verl_prefix.core.schedule import Schedule, Step
-from verl_prefix.core.waves import Plan
 from verl_prefix.files import parse_json
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.bench import report as tables

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from verl_prefix.core.waves import Plan
+from verl_prefix.core.plan import Plan
 from verl_prefix.tools.bench.arms import Case, arm_plan, build_batch, run_arm
 from verl_prefix.tools.bench.options import Options, Size
 from verl_prefix.tools.memory import memory_mib, reset_peak_mib

@@ -9,5 +9,5 @@ verdict             is it worth it, and which change gains most?
 notes, report       warnings; tables
 command, figures    all of this in order, as one report
 
-A plan (`core.waves.Plan`) is what a rank computes of one batch; what the command says is its report.
+A plan (`core.plan.Plan`) is what a rank computes of one batch; what the command says is its report.
 """

@@ -20,7 +20,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.engines import attention_of
 from verl_prefix.config.model import is_varlen
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import Plan
+from verl_prefix.core.plan import Plan
 from verl_prefix.tools.plan.training_command import Model, Prompt
 from verl_prefix.tools.simulate.command import memory_of_engine, state_of_megatron
 from verl_prefix.trainer.mini_batches import fill_mini_batches

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import largest_wave
+from verl_prefix.core.plan import largest_wave
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
