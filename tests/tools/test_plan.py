@@ -119,6 +119,8 @@ def test_dead_groups_are_left_out_of_updates_alone(folder):
     assert found["speedup"]["old"] == whole["speedup"]["old"] and found["speedup"]["ref"] == whole["speedup"]["ref"]
     assert 1.2 * whole["speedup"]["update"] < found["speedup"]["update"] <= 2.01 * whole["speedup"]["update"]
     assert found["worth_it"] and any("50% of groups have no advantage" in text for text in found["assumed"])
+    for ratio in ("ratio", "ratio_without_exchange"):
+        assert found["tokens"][ratio] == pytest.approx(2 * whole["tokens"][ratio])
     assert plan.build(Options(options, response_lengths="20,0"))["speedup"] == whole["speedup"]
 
 

@@ -256,7 +256,10 @@ class Predictor:
             memory = self.stock_memory if path == "stock" else self.memory
             added = (peak_bytes(self.costs.shape, plan, passes, memory) for plan, passes in pairs)
             self.peaks[path] = max(self.peaks[path], *added)
-        self.physical_without += sum(group.num_physical_tokens for _, own in batches for group in own.groups)
+        live = {row for groups in ranks for group in groups for row in group.rows}
+        self.physical_without += sum(
+            group.num_physical_tokens for _, own in batches for group in own.groups if group.rows[0] in live
+        )
         self.bins += [float(len(groups)) for groups in ranks]
         for plan in plans[self.schedule]:
             self.packed += sum(len(one.groups) for one in plan.packed) if plan else 0
