@@ -1,7 +1,7 @@
 """Random batches through PrefixMegatronEngine and, row by row, through verl's own Megatron engine in the same layout:
 gloo ranks, fp32, with the stand-ins of `megatron_cpu`. That verl's own is right there, test_megatron_stock.py shows.
 
-FUZZ_BATCHES in the environment is how many, as in tests/engine/test_fuzz.py.
+A third of FUZZ_BATCHES in the environment is how many, at least 3; see tests/engine/test_fuzz.py.
 """
 
 import functools

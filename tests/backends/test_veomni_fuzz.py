@@ -1,6 +1,7 @@
 """Random batches through PrefixVeOmniEngine and, row by row, through verl's stock fsdp2 engine: gloo ranks, fp32.
 
-FUZZ_BATCHES in the environment is how many, as in tests/engine/test_fuzz.py. `veomni_cpu` has what VeOmni lacks here.
+A third of FUZZ_BATCHES in the environment is how many, at least 3; see tests/engine/test_fuzz.py. `veomni_cpu` has
+what VeOmni lacks here.
 """
 
 import functools

@@ -411,10 +411,11 @@ def errors_of(
 
 
 def run_batches(cases: st.SearchStrategy[Case], errors: Callable[[Case], list[tuple[dict[str, float], float]]]) -> None:
-    """`errors`, what `errors_of` finds on each rank, of BATCHES cases: none is over TOLERANCE, and some case shares."""
+    """`errors`, what `errors_of` finds on each rank, of a third of BATCHES cases, since other engines than
+    FSDP2's, which test_fuzz.py draws, have its engine room: none is over TOLERANCE, and some case shares."""
     shared = []
 
-    @settings(max_examples=BATCHES, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=max(3, -(-BATCHES // 3)), suppress_health_check=[*HealthCheck])
     @given(case=cases)
     def run(case: Case) -> None:
         found = errors(case)
