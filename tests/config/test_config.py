@@ -197,7 +197,6 @@ def test_good_config_passes_the_driver_checks(model_path):
             f"{REPLAY}=R2 actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
             rf"{REPLAY}=R2 and .*routing_replay=True: .*or False and R2",
         ),
-        (f"{REPLAY}=R2 {ACTOR}.prefix.trace_dir=trace", rf"trace_dir=trace and {REPLAY}=R2: .*remove it, or set"),
         (f"{REPLAY}=R4", r"Invalid router_replay mode: R4"),
         (f"++{ACTOR}.fsdp_config.prefix.schedule=phased", r"actor.fsdp_config.prefix is filled .*set its keys there"),
     ],

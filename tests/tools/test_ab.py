@@ -20,6 +20,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines import TOLERANCE
+from safetensors.torch import load_file, save_file
 
 from verl_prefix import cli
 from verl_prefix.testing import write_tiny_model
@@ -229,6 +231,49 @@ def test_turns_of_odd_sessions_replay_within_the_tolerances(tmp_path, replay, sp
         assert (reuse < 0.5) == (trees == "off"), reuse
     step = json.loads((tmp_path / "trace" / "rank_00000" / "step_00000.json").read_text())
     assert step["flags"]["global_batch_size"] == 20
+
+
+def _record_routes(rank: int, folder: Path, model: str) -> None:
+    """One update of a mixture of experts that replays routes."""
+    from engines import _batch, _engine, _loss
+
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=1)
+    options = {"trace_dir": str(folder / "trace"), "verify": "off", "replay": "R2", "routes": "tails"}
+    engine = _engine("prefix", model, options)
+    config = engine.model_config.hf_config
+    data = _batch(rank, config.vocab_size, options | {"config": config})
+    with engine.train_mode(disable_auto_offload=True):
+        norm = engine.train_batch(data, _loss({}))["metrics"]["grad_norm"]
+    (folder / "norm").write_text(str(float(norm)))
+    torch.distributed.destroy_process_group()
+
+
+def test_routes_of_experts_replay_in_all_arms(tmp_path, replay, spawn, monkeypatch):
+    monkeypatch.setattr(ab, "draw", lambda *_: False)
+    model = write_tiny_model(tmp_path / "model", family="qwen3_moe")
+    spawn(_record_routes, args=(tmp_path, model), nprocs=1)
+
+    def replayed(out: str) -> tuple[float, float]:
+        """How far the gradient norms of stock and of ours are from the recorded run's."""
+        words = ("--arms", "phased,stock_repacked", "--truth-steps", 1, "--out", tmp_path / out)
+        done = replay("--trace", tmp_path / "trace", *words)
+        assert done.returncode == 0, done.stdout
+        (step,) = json.loads((tmp_path / out / "report.json").read_text())["steps"]
+        assert step["arms"]["phased"]["values"]["prefix/tokens_saved"] > 0
+        return tuple(abs(step["arms"][arm]["values"]["grad_norm"] / norm - 1) for arm in ("stock", "phased"))
+
+    norm = float((tmp_path / "norm").read_text())
+    assert max(replayed("out")) < TOLERANCE
+    manifest, (rows,) = tmp_path / "trace" / "manifest.json", (tmp_path / "trace").rglob("*.safetensors")
+    held = load_file(rows)
+    assert held["routed_experts"].dtype == torch.int16 and held["routed_experts"].shape[1:] == (2, 2)
+    # Without them all arms agree as well, on another update.
+    body = json.loads(manifest.read_text())
+    body["engine"]["router_replay"]["mode"] = "disabled"
+    manifest.write_text(json.dumps(body))
+    save_file({name: x for name, x in held.items() if not name.startswith("routed_experts")}, rows)
+    assert min(replayed("free")) > 100 * TOLERANCE
 
 
 ROWS = ("--synthetic", "24,8,2,1", "--steps", 2, "--truth-steps", 1)

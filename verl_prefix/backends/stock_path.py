@@ -52,6 +52,55 @@ def wrong_when_sharded(model: Any, attention: str) -> str | None:
     return sharding_leak(model)
 
 
+@contextmanager
+def replaying(engine: Any, replay: Replay) -> Iterator[None]:
+    """Context in which verl's `engine` replays the routes of its micro-batches, or records them where these have the
+    flag `RECORDS`: for FSDP verl does not. They are padded and cut as verl does it with tokens."""
+    running = SimpleNamespace(routes=None)
+    inputs, outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
+
+    def records(micro_batch: TensorDict) -> bool:
+        return bool(tu.get_non_tensor_data(micro_batch, RECORDS, False))
+
+    def is_packed(micro_batch: TensorDict) -> bool:
+        return bool(tu.get_non_tensor_data(micro_batch, "use_remove_padding", True))
+
+    def prepare_model_inputs(micro_batch: TensorDict) -> Any:
+        found, args = inputs(micro_batch)
+        ids, routes, running.routes = micro_batch["input_ids"], micro_batch.get(ROUTES, None), None
+        if routes is None:
+            if not records(micro_batch):  # ref's
+                return found, args
+            none = torch.zeros(len(ids.values()), replay.layers, replay.chosen, dtype=torch.int16)
+            routes = torch.nested.nested_tensor_from_jagged(none.to(ids.device), ids.offsets())
+        rows = list(routes.unbind())
+        if is_packed(micro_batch):
+            flat = torch.cat([*rows, rows[0].new_zeros(args["pad_size"], replay.layers, replay.chosen)])
+            running.routes = slice_input_tensor(flat, 0, padding=False) if engine.use_ulysses_sp else flat
+        else:
+            running.routes = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
+        return found, args
+
+    def prepare_model_outputs(output: Any, output_args: Any, micro_batch: TensorDict, **more: Any) -> Any:
+        found = outputs(output, output_args, micro_batch, **more)
+        if records(micro_batch):
+            ids, routes = micro_batch["input_ids"], running.routes
+            if is_packed(micro_batch):  # by bytes, since collectives know no int16
+                whole = engine._gather_and_unpad_packed(routes.view(torch.uint8), output_args["pad_size"])
+                routes = whole.view(torch.int16)
+            else:
+                lens = ids.offsets().diff().tolist()
+                routes = torch.cat([row[:n] for row, n in zip(routes.chunk(len(lens)), lens, strict=True)])
+            found[ROUTES] = torch.nested.nested_tensor_from_jagged(routes, ids.offsets())
+        return found
+
+    with (
+        replayed_routers(engine.module, running), replaced(engine, "prepare_model_inputs", prepare_model_inputs),
+        replaced(engine, "prepare_model_outputs", prepare_model_outputs),
+    ):  # fmt: skip
+        yield
+
+
 class HFStockPath:
     """verl's own path of one engine.
 
@@ -92,7 +141,7 @@ class HFStockPath:
             self._separate_rows(data)
         with (
             towers_of_tensors(module), self._alone(data) if self.facts.why_not_sharded else nullcontext(),
-            nullcontext() if self._replay is None else self._replaying(self._replay),
+            nullcontext() if self._replay is None else replaying(self._engine, self._replay),
         ):  # fmt: skip
             output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
         return output
@@ -113,54 +162,6 @@ class HFStockPath:
         text = "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism"
         warn_once(logger, text, self.facts.why_not_sharded)
         with replaced(self._engine, "use_ulysses_sp", False), without_ulysses():
-            yield
-
-    @contextmanager
-    def _replaying(self, replay: Replay) -> Iterator[None]:
-        """Context in which verl's engine replays the routes of its micro-batches, or records them where these have the
-        flag `RECORDS`: for FSDP verl does not. They are padded and cut as verl does it with tokens."""
-        engine, running = self._engine, SimpleNamespace(routes=None)
-        inputs, outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
-
-        def records(micro_batch: TensorDict) -> bool:
-            return bool(tu.get_non_tensor_data(micro_batch, RECORDS, False))
-
-        def is_packed(micro_batch: TensorDict) -> bool:
-            return bool(tu.get_non_tensor_data(micro_batch, "use_remove_padding", True))
-
-        def prepare_model_inputs(micro_batch: TensorDict) -> Any:
-            found, args = inputs(micro_batch)
-            ids, routes, running.routes = micro_batch["input_ids"], micro_batch.get(ROUTES, None), None
-            if routes is None:
-                if not records(micro_batch):  # ref's
-                    return found, args
-                none = torch.zeros(len(ids.values()), replay.layers, replay.chosen, dtype=torch.int16)
-                routes = torch.nested.nested_tensor_from_jagged(none.to(ids.device), ids.offsets())
-            rows = list(routes.unbind())
-            if is_packed(micro_batch):
-                flat = torch.cat([*rows, rows[0].new_zeros(args["pad_size"], replay.layers, replay.chosen)])
-                running.routes = slice_input_tensor(flat, 0, padding=False) if engine.use_ulysses_sp else flat
-            else:
-                running.routes = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
-            return found, args
-
-        def prepare_model_outputs(output: Any, output_args: Any, micro_batch: TensorDict, **more: Any) -> Any:
-            found = outputs(output, output_args, micro_batch, **more)
-            if records(micro_batch):
-                ids, routes = micro_batch["input_ids"], running.routes
-                if is_packed(micro_batch):  # by bytes, since collectives know no int16
-                    whole = engine._gather_and_unpad_packed(routes.view(torch.uint8), output_args["pad_size"])
-                    routes = whole.view(torch.int16)
-                else:
-                    lens = ids.offsets().diff().tolist()
-                    routes = torch.cat([row[:n] for row, n in zip(routes.chunk(len(lens)), lens, strict=True)])
-                found[ROUTES] = torch.nested.nested_tensor_from_jagged(routes, ids.offsets())
-            return found
-
-        with (
-            replayed_routers(engine.module, running), replaced(engine, "prepare_model_inputs", prepare_model_inputs),
-            replaced(engine, "prepare_model_outputs", prepare_model_outputs),
-        ):  # fmt: skip
             yield
 
     def _separate_rows(self, data: TensorDict) -> None:

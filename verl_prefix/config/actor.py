@@ -226,11 +226,6 @@ class PrefixActor:
             f"{key}={mode} and {rollout}={self.enable_rollout_routing_replay}: R3 replays what rollouts record, and R2 "
             f"what old log-probs record; set {rollout}=True and {key}=R3, or False and R2",
         )
-        refuse(
-            mode != "disabled" and self.prefix.trace_dir,
-            f"actor_rollout_ref.actor.prefix.trace_dir={self.prefix.trace_dir} and {key}={mode}: a trace holds no "
-            f"routed_experts; remove it, or set {key}=disabled",
-        )
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
         """The checks that need the model's config; verl calls this in the driver.

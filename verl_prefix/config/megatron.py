@@ -120,6 +120,13 @@ class PrefixMegatronActorConfig(PrefixActor, McoreActorConfig):
             "set model_engine=prefix for FSDP2",
         )
         super().__post_init__()
+        replay, traces = self.megatron.router_replay.mode, self.prefix.trace_dir
+        refuse(
+            replay != "disabled" and traces,
+            f"actor_rollout_ref.actor.prefix.trace_dir={traces} and {key}.router_replay.mode={replay}: a trace is "
+            "replayed on FSDP2, where tokens without a record go elsewhere than on Megatron; remove it, or set "
+            f"{key}.router_replay.mode=disabled",
+        )
 
     def check(self, n_gpus: int, model_config: Any) -> None:
         super().check(n_gpus, model_config)

@@ -31,7 +31,9 @@ PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "tensordict", "ray")
 FIELDS = (
     "prompts", "responses", "input_ids", "position_ids", "loss_mask", "response_mask", "old_log_probs", "advantages",
 )  # fmt: skip
-OPTIONAL = ("ref_log_prob", "rollout_is_weights", "rollout_log_probs", "temperature", "session_id")
+OPTIONAL = (
+    "ref_log_prob", "rollout_is_weights", "rollout_log_probs", "temperature", "session_id", "routed_experts",
+)  # fmt: skip
 
 
 class TraceError(ValueError):
@@ -193,7 +195,7 @@ def _check_rows(rows: StepRows) -> None:
     prompts, responses = (rows.jagged[name][1] for name in ("prompts", "responses"))
     whole = prompts + responses
     # What verl hands over either spans a row, or its response, or is the prompt.
-    spans = {"prompts": [prompts], "input_ids": [whole], "position_ids": [whole]}
+    spans = {"prompts": [prompts]} | dict.fromkeys(("input_ids", "position_ids", "routed_experts"), [whole])
     for name in {*FIELDS, *rows.jagged}:
         values, lengths = rows.jagged[name]
         fits = any(torch.equal(lengths, span) for span in spans.get(name, [responses, whole]))

@@ -215,7 +215,7 @@ def split_fields(rows: Rows) -> tuple[dict[str, torch.Tensor], list[str] | None,
             flags[name] = value.data
         elif name in (*FIELDS, *OPTIONAL) and value.is_nested:
             tensors[name] = value.values().detach().cpu().clone()  # safetensors refuses aliases
-            if tensors[name].ndim > 1:
+            if tensors[name].ndim > (3 if name == "routed_experts" else 1):
                 raise TraceError(
                     f"actor_rollout_ref.actor.prefix.trace_dir does not record {name} of shape {list(value.shape)}, as "
                     "a vision-language model's processor gives them; remove it"

@@ -25,12 +25,15 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.backends.fsdp import PrefixEngineConfig, local_shard
+from verl_prefix.backends.stock_path import replaying
 from verl_prefix.config.options import PrefixConfig
+from verl_prefix.engine.backend import Replay
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.ab.options import REPACKED, STOCK, TRUTH
 from verl_prefix.tools.memory import RESET_PEAK, memory_mib, reset_peak_mib
 from verl_prefix.trace import MANIFEST, StepRows
 
+VERLS = (STOCK, REPACKED, TRUTH)  # arms that are verl's engine
 # Not trust_remote_code: a trace is data, and must not bring code along.
 MODEL_KEYS = (
     "use_remove_padding", "override_config", "enable_gradient_checkpointing", "enable_activation_offload",
@@ -61,7 +64,14 @@ def _configs(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], 
     model = {key: manifest["model"][key] for key in MODEL_KEYS if key in manifest["model"]}
     # A trace has every row once, and one rank replays what sequence parallelism spread over several.
     engine = _fields(FSDPEngineConfig, manifest["engine"]) | {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1}
+    if replays(manifest):  # what old log-probs recorded, too
+        engine["router_replay"] = dataclasses.replace(engine["router_replay"], mode="R3")
     return model, engine, FSDPOptimizerConfig(**_fields(FSDPOptimizerConfig, manifest["optimizer"]))
+
+
+def replays(manifest: dict[str, Any]) -> bool:
+    """Whether the run replayed routes of experts."""
+    return (manifest["engine"].get("router_replay") or {}).get("mode", "disabled") != "disabled"
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
@@ -107,7 +117,7 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
     if name == TRUTH:
         engine["mixed_precision"] = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
         model["override_config"] = (model.get("override_config") or {}) | {"attn_implementation": "sdpa"}
-    if name in (STOCK, REPACKED, TRUTH):
+    if name in VERLS:
         engine_config = FSDPEngineConfig(**engine)
     else:
         recorded = manifest["engine"].get("prefix") or {}
@@ -134,6 +144,7 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
         built.initialize()
     if double:
         built._autocast_dtype = torch.float32  # verl's word for no autocast
+        built.module.config._experts_implementation = "eager"  # grouped_mm has no float64
     return built
 
 
@@ -204,6 +215,10 @@ class Arm:
             for flag in ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
             if manifest["engine"].get(f"infer_{flag}")
         }
+        if replays(manifest) and name in VERLS:
+            text = self.engine.module.config.get_text_config()
+            self._routes = replaying(self.engine, Replay("R3", text.num_hidden_layers, text.num_experts_per_tok))
+            self._routes.__enter__()  # for as long as the arm lives
         self.names = [name for name, p in self.engine.module.named_parameters() if p.requires_grad]
 
     def weights(self) -> list[torch.Tensor]:
