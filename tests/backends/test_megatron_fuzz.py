@@ -44,8 +44,7 @@ EXPERTS: dict[int, list[dict[str, Any]]] = {
     ],
 }
 # Keys of other engines.
-NOT_THERE = ("use_no_sync", "fsdp_size", "gradient_checkpointing", "lora_targets", "trained", "ulysses", "distillation",
-             "routes")  # fmt: skip
+NOT_THERE = ("use_no_sync", "fsdp_size", "gradient_checkpointing", "lora_targets", "trained", "ulysses", "routes")
 BUILT = st.fixed_dictionaries({}, optional={
     "recompute": st.sampled_from(["selective", "uniform", "uniform of all", "block"]),
     "overlap": st.sampled_from(["gradients", "both"]),
@@ -54,21 +53,25 @@ BUILT = st.fixed_dictionaries({}, optional={
 })  # fmt: skip
 
 
-def on_megatron(case: Case, layout: int, built: dict[str, Any], replays: bool) -> Case:
+def on_megatron(case: Case, layout: int, built: dict[str, Any], replay: str | None) -> Case:
     """The case on an engine of Megatron's."""
     layouts = (EXPERTS if MODELS[case.family][0] in WITH_EXPERTS else DENSE)[case.ranks]
     options = {name: value for name, value in case.options if name not in NOT_THERE}
     if MODELS[case.family][0] in ("glm4_moe", "deepseek_v3"):  # whose routers learn from every token
         options.pop("dead", None)
     options |= layouts[layout % len(layouts)] | built
-    if MODELS[case.family][0] in WITH_EXPERTS and replays:
-        options["replay"] = "R3"
+    if MODELS[case.family][0] in WITH_EXPERTS and replay:
+        options["replay"] = replay
+    if "distillation" in options:
+        options["strategy"] = "megatron"  # of which verl's loss reads a part of the logits
     if built.get("overlap") == "both" and "distributed_optimizer" in built:
         options["overlap"] = "gradients"  # weights that nobody shards are not gathered
     return case._replace(options=tuple(sorted(options.items())))
 
 
-CASES = st.builds(on_megatron, cases_on([1, 2, 2, 4], TYPES), st.integers(0, 239), BUILT, st.booleans())
+CASES = st.builds(
+    on_megatron, cases_on([1, 2, 2, 4], TYPES), st.integers(0, 239), BUILT, st.sampled_from([None, "R2", "R3"])
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +94,9 @@ def _with_routes(
     from verl.utils import tensordict_utils as tu
 
     numbers, data = batch(case, path, config, options, chosen)
-    if "replay" in options:
+    if options.get("replay") == "R3":
         data["routed_experts"] = routes_of(data, config, numbers)
+    if "replay" in options:
         tu.assign_non_tensor(data, enable_routing_replay=True)
     return numbers, data
 

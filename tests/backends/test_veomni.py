@@ -57,6 +57,7 @@ DENSE = {
     "params_on_the_host": PHASED | {"param_offload": True},
     "distilled": {"schedule": "packed", "logits_chunk": 7, "distillation": {}},
     "distilled_only": PHASED | {"distillation": ONLY},
+    "dead": {"schedule": "packed", "dead": 2, "skip_zero_advantage": True, "entropy_coeff": 0.0},
     "llama_tied": PHASED | {"family": "tied"},
 }
 FUSED_HEAD = {"use_fused_kernels": True, "cross_entropy_loss_implementation": "chunk_loss"}
@@ -76,7 +77,7 @@ CASES = {
     | BUILT
     | {f"moe_{name}": DENSE[name] | {"family": "qwen3_moe"} for name in ("packed", "phased")}
     | {f"ep2_{name}": DENSE[name] | EP for name in DENSE if name not in ("flash", "llama_tied", "distilled")}
-    | {f"sp2_{name}": DENSE[name] | SP for name in ("packed", "phased", "phased_checkpointed", "turns_phased")}
+    | {f"sp2_{name}": DENSE[name] | SP for name in ("packed", "phased", "phased_checkpointed", "turns_phased", "dead")}
     | {f"sp2_ep2_{name}": DENSE[name] | SP | EP for name in ("packed", "phased", "turns_phased")}
     | {f"ep2_{family}": EP | PHASED | {"family": family} for family in ("idle_experts", "deepseek_v3")},
     4: {
@@ -129,7 +130,7 @@ def _data_rank(options: dict) -> int:
 
 
 def _stock(backend: str, path: str, rank: int, options: dict) -> dict:
-    ours = ("schedule", "wave_tokens", "offload", "exchange", "verify", "logits_chunk", "trees")
+    ours = ("schedule", "wave_tokens", "offload", "exchange", "verify", "logits_chunk", "trees", "skip_zero_advantage")
     rows_by = options.get("ulysses_parallel_size", 1)  # the same on all ranks, as what is found must be
     of_veomni = (*KEYS, "use_fused_kernels") if backend == "fsdp2" else ()
     options = {k: v for k, v in options.items() if k not in (*ours, *of_veomni)}
@@ -147,6 +148,7 @@ def _case(models: dict, name: str, more: tuple = ()) -> dict[str, dict[str, floa
         ours = _measure("prefix_veomni", path, rank, options)
         stock = _stock("veomni", path, rank, options)
     assert "distillation" not in options or ours["metrics"]["prefix/tokens_saved"][0] > 0
+    assert "dead" not in options or ours["metrics"]["prefix/zero_advantage_rows"][0] > 0
     other = _stock("fsdp2", path, rank, options)
     return {"veomni": _compare(ours, stock)["errors"], "fsdp2": _compare(ours, other)["errors"]}
 

@@ -12,7 +12,6 @@ from transformers import AutoConfig
 pytest.importorskip("veomni")
 
 from veomni_engines import veomni_engines  # noqa: E402
-from verl.workers.config import EngineRouterReplayConfig  # noqa: E402
 
 from verl_prefix.testing import write_tiny_model  # noqa: E402
 
@@ -39,8 +38,8 @@ def models(tmp_path_factory):
 
 def _options(path: str, case: str, mode: str) -> tuple[dict, dict]:
     """Of ours and of VeOmni's engine."""
-    config, replay = AutoConfig.from_pretrained(path), EngineRouterReplayConfig(mode=mode)
-    options = {"verify": "off", "routes": "tails", "config": config, "router_replay": replay} | CASES[case]
+    config = AutoConfig.from_pretrained(path)
+    options = {"verify": "off", "routes": "tails", "config": config, "replay": mode} | CASES[case]
     return options, {k: v for k, v in options.items() if k not in OURS}
 
 

@@ -44,6 +44,7 @@ VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v_moe")  # every prompt an
 
 
 REPLAYED = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe")
+RECORDED = "recorded"  # routes of the log-prob pass (R2), where others are of a rollout (R3)
 
 
 class Prompt(NamedTuple):
@@ -110,7 +111,7 @@ OPTIONS = some([
     ("policy_loss", st.sampled_from(["gspo", "sapo", "gpg", "cispo", "dppo_tv"]).map(lambda x: (("loss_mode", x),))),
     ("trained", st.sampled_from([r"layers\.1|norm", r"layers\.0", "lm_head"])), ("calculate_entropy", st.just(False)),
     ("lora_targets", st.just("all-linear")), ("min_speedup", st.just(1.05)), ("ulysses", st.just(2)),
-    ("routes", st.sampled_from(["agree", "tails", "replicas", "free"])),  # of experts, which are replayed
+    ("routes", st.sampled_from([RECORDED, "agree", "tails", "replicas", "free"])),  # of experts, which are replayed
     ("dead", st.integers(2, 4)),  # every so-manieth row has no advantage, and is left out
     ("distillation", st.sampled_from([(), tuple(ONLY.items()), (("loss_mode", "k3"),)])),
 ])  # fmt: skip
@@ -286,7 +287,7 @@ def _batch(case: Case, path: str, config: Any, options: dict, chosen: slice) -> 
             [positions_of_row(_meta_model(path), x, row.pixels, 0) for x, row in zip(ids, rows, strict=True)]
         )
         more["multi_modal_inputs"] = [row.pixels for row in rows]
-    if "routes" in options:
+    if options.get("routes", RECORDED) != RECORDED:
         named = [(number, row.uid, row.prompt, row.response) for number, row in zip(numbers, rows, strict=True)]
         more["routed_experts"] = routes_as(options["routes"], named, config)
     sessions = [row.session for row in rows]
@@ -326,7 +327,7 @@ def measured(
         size = math.prod(options.get(name, 1) for name in ("ulysses", "tp", "cp"))  # ranks that have the same rows
         chosen = slice(get_rank() // size, None, get_world_size() // size)
         rows, data = _batch(case, path, engine.model_config.hf_config, options, chosen)
-        is_forced = backend == "fsdp2" and "routes" in options
+        is_forced = backend == "fsdp2" and "routed_experts" in data  # recorded ones are where stock's go by themselves
         with (
             towers_of_tensors(engine.module) if backend == "fsdp2" else nullcontext(),
             forced(engine) if is_forced else nullcontext(),
@@ -341,9 +342,12 @@ def _passes(
     from verl.utils import tensordict_utils as tu
 
     found = {}
-    if backend.startswith("prefix"):
+    records = options.get("replay") == "R2" and backend != "fsdp2"
+    if backend.startswith("prefix") or records:
         with engine.eval_mode(disable_auto_offload=True):
             inferred = engine.infer_batch(data.copy())["model_output"]
+        if records:
+            data["routed_experts"] = inferred.pop("routed_experts")
         found = {f"inferred {name}": _of_all_ranks(rows, _responses(x, data)) for name, x in inferred.items()}
     if "distillation" in options:
         tell_update(data, options)
@@ -368,7 +372,8 @@ def options_of(case: Case) -> dict[str, Any]:
     """Of an engine of ours; "turns" so that the tokenizer is loaded."""
     eager = {"attn_implementation": "eager"} if case.family == "gpt_oss" else {}
     dead = {"skip_zero_advantage": True, "entropy_coeff": 0.0} if "dead" in dict(case.options) else {}
-    replay = {"replay": "R3"} if "routes" in dict(case.options) else {}
+    routes = dict(case.options).get("routes")
+    replay = {"replay": "R2" if routes == RECORDED else "R3"} if routes else {}
     return {"verify": "off", "turns": True, **eager, **dead, **replay, **dict(case.options)}
 
 

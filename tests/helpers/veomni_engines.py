@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 from veomni.arguments import MixedPrecisionConfig
 from veomni.distributed import parallel_state
-from verl.workers.config import VeOmniEngineConfig, VeOmniOptimizerConfig
+from verl.workers.config import EngineRouterReplayConfig, VeOmniEngineConfig, VeOmniOptimizerConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.veomni import transformer_impl as verls
 from whole_tensors import whole
@@ -32,7 +32,7 @@ _PATCHES = {
 # Keys of verl's VeOmni engine, as they are named there, which cases may set.
 KEYS = (
     "attn_implementation", "moe_implementation", "expert_parallel_size", "ulysses_parallel_size", "fsdp_size",
-    "param_offload", "enable_reentrant", "forward_prefetch", "router_replay", "causal_conv1d_implementation",
+    "param_offload", "enable_reentrant", "forward_prefetch", "causal_conv1d_implementation",
     "chunk_gated_delta_rule_implementation", "cross_entropy_loss_implementation", "basic_modules", "mixed_precision",
     "enable_fsdp_offload",
 )  # fmt: skip
@@ -58,6 +58,8 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
     configs = _configs("fsdp2", model_path, options, forward_only)
     keys: dict[str, Any] = dict(attn_implementation="sdpa", moe_implementation="eager", mixed_precision=True)
     keys |= {k: options[k] for k in KEYS if k in options}
+    if "replay" in options:
+        keys["router_replay"] = EngineRouterReplayConfig(mode=options["replay"])
     if "ulysses" in options:  # as the FSDP2 engine's cases name it
         keys |= {"ulysses_parallel_size": options["ulysses"], "attn_implementation": "flash_attention_2"}
     shared: dict[str, Any] = dict(
