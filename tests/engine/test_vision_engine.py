@@ -25,6 +25,7 @@ from verl_prefix.backends.stock_path import wrong_when_sharded
 from verl_prefix.models.vision import UNPATCHED
 from verl_prefix.testing import write_tiny_model
 
+DEAD = {"skip_zero_advantage": True, "entropy_coeff": 0.0}
 CASES = {
     "gate_open": {"min_speedup": 1e-6},
     "packed": {"schedule": "packed"},
@@ -52,6 +53,8 @@ CASES = {
     # EasyR1#11012: seven rows on a rank, one on the other.
     "one_text_row": {"batch": "one_text_row", "schedule": "phased", "wave_tokens": 8},
     "one_text_row_travels": {"batch": "one_text_row", "exchange": "auto"},
+    "dead": DEAD | {"schedule": "packed", "dead": 2},
+    "dead_rank_phased": DEAD | {"schedule": "phased", "dead": ("video", "both", "other text", "one")},
 }
 # Whose options test_engine_equivalence.py has with text, or test_frozen.py of one process: left to CI.
 AS_WITH_TEXT = (

@@ -128,7 +128,8 @@ def _batch(rank: int, config, path: str, options: dict):
         "temperature": 1.0,
         "global_batch_size": 20,
     }
-    return engines._padded(fields, flags) if options.get("padded") else tu.get_tensordict(fields, flags)
+    data = engines._padded(fields, flags) if options.get("padded") else tu.get_tensordict(fields, flags)
+    return engines.without_advantage(data, options["dead"]) if "dead" in options else data
 
 
 class _Seen:
