@@ -21,9 +21,14 @@ class PackedPass:
     groups: tuple[Group, ...] = ()
 
     @property
+    def tokens_of_groups(self) -> list[tuple[Group, int]]:
+        """Groups, and how many tokens it computes of each."""
+        return [(group, group.num_physical_tokens) for group in self.groups]
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens that it computes."""
-        return sum(group.num_physical_tokens for group in self.groups)
+        return sum(tokens for _, tokens in self.tokens_of_groups)
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,17 @@ class PhasedPass:
     nested: "tuple[PackedPass | PhasedPass, ...]" = ()
 
     @property
+    def tokens_of_groups(self) -> list[tuple[Group, int]]:
+        """Groups, and how many tokens phase A and waves compute of each, without those of nested passes."""
+        tokens = [group.prefix_len for group in self.groups]
+        for number, piece in (pair for wave in self.waves for pair in wave):
+            tokens[number] += piece.num_suffix_tokens
+        return list(zip(self.groups, tokens, strict=True))
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens that phase A and waves compute, without those of nested passes."""
-        of_waves = sum(piece.num_suffix_tokens for wave in self.waves for _, piece in wave)
-        return sum(group.prefix_len for group in self.groups) + of_waves
+        return sum(tokens for _, tokens in self.tokens_of_groups)
 
     @property
     def depth(self) -> int:
