@@ -53,7 +53,6 @@ def run_shared(
     train: bool = True,
     reduce_max: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
     edit: Callable[[TokenBatch, Plan], TokenBatch] = lambda tokens, plan: tokens,
-    nests: bool = False,
     **options: Any,
 ) -> list[torch.Tensor]:
     """`run_stock` by `core.schedule.Schedule`. Options are fields of it and of its `PackedForward`. Tests break the
@@ -62,8 +61,7 @@ def run_shared(
     device = parameter.device
     tokens, weights, groups = flatten(rollouts, device)
     flat, offsets = tokens.input_ids, tokens.offsets
-    plan = make_plan(groups, budget, schedule, wave_tokens, options.get("offload", False), nests=nests)
-    plan = pad_to_same_passes(plan, reduce_max)
+    plan = pad_to_same_passes(make_plan(groups, budget, schedule, wave_tokens), reduce_max)
     log_probs = torch.zeros(len(flat), dtype=parameter.dtype, device=device)
 
     def outputs(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -185,9 +185,8 @@ def tails_shifted(monkeypatch):
 
     def shifted(*args):
         for call in made(*args):
-            if call.causal:
-                shifted = [one._replace(tokens=(one.tokens - 1).clamp(0)) for one in call.prefixes]
-                call = call._replace(prefixes=tuple(shifted))
+            if call.causal and call.prefix is not None:
+                call = call._replace(prefix=call.prefix._replace(tokens=(call.prefix.tokens - 1).clamp(0)))
             yield call
 
     monkeypatch.setattr(layout, "calls_of", shifted)

@@ -112,8 +112,7 @@ class CostModel:
         room = prefix_room(whole, self.wave_tokens, memory.offload)
 
         def make(least_wave: int = 1) -> Plan:
-            nests = memory.stages == 1  # several run phases A apart
-            made = make_plan(groups, budget, schedule, self.wave_tokens, memory.offload, least_wave, nests)
+            made = make_plan(groups, budget, schedule, self.wave_tokens, memory.offload, least_wave)
             return self._at_once(made, room, whole)
 
         plan = make()

@@ -4,7 +4,7 @@ How many tokens go through lm_head, are read and sent follows from lengths; whic
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,15 +21,14 @@ from verl_prefix.core.sequence_parallel import Shards
 class CountedForward(PackedForward):
     """The forward, which on fake tensors knows by count alone what rows read of strands."""
 
-    def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
+    def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
         if layout.reads is None or not isinstance(layout.places, FakeTensor):
-            return super()._read(outputs, layout, caches)
+            return super()._read(outputs, layout, cache)
         total, own = len(layout.reads.tokens), outputs.shape[0]
-        left = total - own if caches else 0
+        left = total - own if cache is not None else 0
         own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
-        if not left:
+        if cache is None or not left:
             return own_read
-        cache = caches[-1]
         (of_strands,) = cache.read(_OUTPUTS)
         at = outputs.new_empty(left, dtype=torch.int64)
         read = ReadPrefix.apply(of_strands, at, cache, _OUTPUTS)

@@ -27,8 +27,9 @@ from verl_prefix.core.forward import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, first_fit
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.waves import first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.simulate import experts, scans
