@@ -44,9 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", help="a causal LM's name or folder; a random tiny one if left out")
     parser.add_argument("--text", type=Path, help="a text file; a few sentences about rivers if left out")
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of one pass, the text counted once")
-    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
 
     with tempfile.TemporaryDirectory() as folder:
         path = args.model or write_tiny_model(folder, num_hidden_layers=4)

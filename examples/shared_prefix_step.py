@@ -33,9 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, default in {"prompts": 2, "group": 8, "prompt-len": 1024, "response-len": 64, "wave-tokens": 128}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     sizes = dict(vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8)
     auto, dtype = AutoModelForCausalLM, torch.float32 if args.device == "cpu" else torch.bfloat16

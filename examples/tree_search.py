@@ -38,9 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--turn-len", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     sizes = dict(vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8)
     auto = AutoModelForCausalLM
