@@ -97,8 +97,7 @@ class CostModel:
             return plan
         longest = max(sum(group.prefix_len for group in one.groups) for one in plan.phased)
         least = memory.stages * max(room, longest) // max(longest, 1)
-        one_pass = Plan((PackedPass((Group((0,), 0, (budget,)),)),))
-        most = peak_bytes(self.shape, one_pass, (), memory)
+        most = peak_bytes(self.shape, Plan((PackedPass((Group((0,), 0, (budget,)),)),)), (), memory)
 
         def of(rounds: int) -> Plan:
             return replace(plan, at_once=-(-num // rounds))
