@@ -70,7 +70,7 @@ def _critic(model_path: str, *overrides: str):
 
 
 def test_the_critic_has_the_actors_options_and_loads_the_engine_where_it_is_sent(model_path):
-    of_actor = "skip_zero_advantage=true", "trace_dir=/tmp/none", "trace_max_steps=3"
+    of_actor = "skip_zero_advantage=true", "trace_dir=none", "trace_max_steps=3"
     critic = _critic(model_path, *(f"{ACTOR}.prefix.{option}" for option in ("schedule=packed", *of_actor)))
     assert critic.engine.strategy == "prefix" and critic.engine.prefix == PrefixConfig(schedule="packed")
     assert type(critic.engine).__module__ == "verl_prefix.backends.fsdp"

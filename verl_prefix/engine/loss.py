@@ -48,6 +48,13 @@ def module_of(loss: LossFunction | None) -> str:
     return getattr(getattr(loss, "func", loss), "__module__", None) or ""
 
 
+def zeros_of(metric: Metric) -> Metric:
+    """A metric that is aggregated alike, and has as many values, all 0."""
+    zeros = metric.init_list()
+    zeros.extend([0.0] * len(metric.values))
+    return zeros
+
+
 class Loss:
     """The loss of a mini-batch's passes.
 
@@ -169,12 +176,7 @@ class Loss:
             rows["response_mask"] = mask
             with torch.no_grad():
                 _, metrics = function(**given | {"data": rows})
-            zeros = {
-                name: metric.init_list() if isinstance(metric, Metric) else 0.0 for name, metric in metrics.items()
-            }
-            for name, zero in zeros.items():
-                if isinstance(zero, Metric):
-                    zero.extend([0.0] * len(metrics[name].values))
+            zeros = {name: zeros_of(x) if isinstance(x, Metric) else 0.0 for name, x in metrics.items()}
             return 0.0 * next(iter(output.values())).values().sum(), zeros
 
         return or_zero

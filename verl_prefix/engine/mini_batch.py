@@ -12,7 +12,7 @@ from verl_prefix.core.errors import current_pass, listed
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.loss import Loss
+from verl_prefix.engine.loss import Loss, zeros_of
 from verl_prefix.engine.outputs import TEACHER, TokenOutputs
 from verl_prefix.engine.rows import ROUTES, BatchRows, select_rows
 
@@ -148,5 +148,4 @@ def same_sums(metrics: dict[str, object], group: Any) -> None:
     others: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(others, found, group)
     for name, metric in (pair for other in others for pair in other.items() if pair[0] not in metrics):
-        metrics[name] = zeros = metric.init_list()
-        zeros.extend([0.0] * len(metric.values))
+        metrics[name] = zeros_of(metric)

@@ -49,10 +49,10 @@ def out_of_memory_advice(plan: Plan | None, keeps: Memory | None = None, role: s
     Args:
         keeps: what the passes keep; None: nobody knows. role: the engine's, as of `config.actor.role_of`.
     """
-    checkpoints, by_phase = _advice(role)
     try:
         yield
     except torch.OutOfMemoryError as error:
+        checkpoints, by_phase = _advice(role)
         largest = largest_wave(plan) if plan else 0
         if plan is None:
             advice = f"that was the self-check, which holds the gradients of two paths; set {_PREFIX}.verify=off"
