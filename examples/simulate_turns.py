@@ -23,7 +23,8 @@ VOCAB = 1 << 30  # tokens that do not agree by chance
 FIRST, THINKING, SAID, TOOL = 2000, 300, 100, 400
 SESSIONS = 4  # of one prompt on a rank: 4 prompts of 8 sessions on 8 ranks
 BRANCHES = (5, 2, 2)  # of a tree search: continuations of a turn; its answers and thoughts stay in a row
-WANTED = {"packed": 0.93, "phased": 0.90}
+WANTED = {"packed": 0.93, "phased": 0.93}  # of time / FLOPs
+WANTED_ONCE = 0.97  # of the FLOPs of the whole tree, in phased passes
 # What others report, and what of their settings is published.
 PEERS = (
     ("AReaL-DTA (arXiv 2602.00482)", "8.31", "tau2-bench, over dense rows with checkpointing (1.70 over a tree mask, "
@@ -103,6 +104,8 @@ def markdown(report: dict[str, Any]) -> str:
         for path, wanted in WANTED.items():
             if (of := arms[f"tree, {path}"]["of_flop_ratio"]) < wanted:
                 missed.append(f"{path}, {name}: {of:.3f} instead of {wanted}")
+        if (once := arms["tree, phased"]["of_tree_once"]) < WANTED_ONCE:
+            missed.append(f"tree once, {name}: {once:.3f} instead of {WANTED_ONCE}")
         peak, most = arms["tree, phased"]["peak_gib"], setting["one_prompt_peak_gib"]
         peaks.append(f"{name}: {peak:.1f} of {most:.1f}")
         if peak > most:
@@ -119,10 +122,11 @@ def markdown(report: dict[str, Any]) -> str:
         "Ratios are stock's over an arm's; time / FLOPs is the time ratio over the FLOP ratio of what runs. Kernels "
         "alone: the same where nothing but matmuls and attention took time, at the simulator's rates; attention is "
         "slower per FLOP, and trees have more of it. Tree once: FLOPs of the whole tree in one pass over those of the "
-        "arm's passes, which the budget cuts.", "",
-        f"Wanted are {WANTED['packed']:.2f} packed, {WANTED['phased']:.2f} phased in time / FLOPs, and a phased peak "
-        "of at most that of groups of one prompt whose longest row is as long, and which fill the budget (GiB of the "
-        f"tree, of such groups: {'; '.join(peaks)}). Missed: {'; '.join(missed) or 'nothing'}.", "",
+        "arm's passes. The budget cuts packed ones, which repeat what pieces share; phased ones nest.", "",
+        f"Wanted are {WANTED['packed']:.2f} packed, {WANTED['phased']:.2f} phased in time / FLOPs, "
+        f"{WANTED_ONCE:.2f} phased of the tree once, and a phased peak of at most that of groups of one prompt whose "
+        "longest row is as long, and which fill the budget with one wave, before any gradient (GiB of the tree, of "
+        f"such groups: {'; '.join(peaks)}). Missed: {'; '.join(missed) or 'nothing'}.", "",
         "## What others report", "",
         *table(("", "times faster", "settings as far as published"), PEERS),
         "Each measured its own workload against a baseline of its own: no figure here compares with one above.", "",

@@ -342,9 +342,9 @@ def test_forward_only_is_the_same_numbers_in_bounded_passes(max_tokens, monkeypa
     sizes = []
     suffixes = PackedForward.packed_or_wave
 
-    def spy(self, tokens, layout, cache):
+    def spy(self, tokens, layout, caches):
         sizes.append(layout.num_tokens)
-        return suffixes(self, tokens, layout, cache)
+        return suffixes(self, tokens, layout, caches)
 
     monkeypatch.setattr(PackedForward, "packed_or_wave", spy)
     with torch.no_grad():

@@ -109,10 +109,10 @@ def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
         for backend in ("prefix_megatron", "megatron")
     )
     with mock.patch.object(random_batches, "_batch", _with_routes):
-        errors, saved = errors_of(models, case, ours, stock)
+        errors, *counts = errors_of(models, case, ours, stock)
     if not _counts_alike(case):
         errors = {name: error for name, error in errors.items() if "experts" not in name}
-    return errors, saved
+    return errors, *counts
 
 
 def _counts_alike(case: Case) -> bool:

@@ -12,10 +12,10 @@ import torch
 from verl_prefix.core.calls import AttentionParams, Segment, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, most_outputs
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, first_fit, most_outputs
 from verl_prefix.core.prefix_cache import add_at
 from verl_prefix.core.trees import group_trees
-from verl_prefix.core.waves import first_fit, leaves_room, make_plan, make_waves, pad_to_same_passes
+from verl_prefix.core.waves import leaves_room, make_plan, make_waves, pad_to_same_passes
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
@@ -91,12 +91,12 @@ def test_dummies_of_a_rank_without_groups_read_no_strands():
     padded = pad_to_same_passes(
         Plan(()), lambda values: asked.append(values) or ([0, 1, -math.inf] if len(asked) == 1 else values)
     )
-    assert [one.reads_strands for one in padded.passes] == [False] and asked == [[0, 0, -math.inf], [0, False]]
+    assert [one.reads_strands for one in padded.passes] == [False] and asked == [[0, 0, -math.inf], [0, False, 0, 0]]
 
 
 def test_the_longest_phased_passes_of_two_ranks_run_together():
     """The other rank has one, of three waves: the wave of our shorter one has no partner there."""
-    most = iter([[0, 1, -math.inf], [3, False, 0, False]])
+    most = iter([[0, 1, -math.inf], [3, False, 0, 0, 0, False, 0, 0]])
     plan = Plan((PhasedPass(waves=((),)), PhasedPass(waves=((),) * 3)))
     padded = pad_to_same_passes(plan, lambda values: [max(*pair) for pair in zip(values, next(most), strict=True)])
     assert [len(one.waves) for one in padded.phased] == [3, 1]
@@ -105,8 +105,8 @@ def test_the_longest_phased_passes_of_two_ranks_run_together():
 def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_two():
     group = Group((0, 1), 6, (2, 2))
     whole, cut = make_plan([group], 10, "auto"), make_plan([group], 9, "packed")
-    assert whole.passes == (PackedPass((group,)),) and whole.split_groups == 0
-    assert len(cut.packed) == 2 and cut.split_groups == 1
+    assert whole.passes == (PackedPass((group,)),) and whole.recomputed_tokens == 0
+    assert len(cut.packed) == 2 and cut.recomputed_tokens == group.prefix_len
     # Strands beside a wave of 4 tokens have 6 of the 10; those that wait in host memory have none.
     two = [Group((0, 1), 4, (2, 2)), Group((2, 3), 3, (2, 2))]
     assert [len(make_plan(two, n, "phased", wave_tokens=4).phased) for n in (10, 11)] == [2, 1]
@@ -160,11 +160,11 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
         offsets = offsets_of(groups_of(shape))
         source = build_layout(groups, offsets, suffixes=False)
-        layout = build_layout([piece for _, piece in wave], offsets, source, [i for i, _ in wave])
+        layout = build_layout([piece for _, piece in wave], offsets, source, strands=False)
         assert layout.num_strand_tokens == 0 and layout.num_tokens == sum(lens)
         sharing = [i for i, piece in wave if piece.num_suffix_tokens and piece.prefix_len]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].prefix_len)]
-        found = [positions_of(call.prefix.tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:]]
+        found = [positions_of(p.tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:] for p in call.prefixes]
         assert found == ([keys] if keys else [])
 
 
@@ -175,14 +175,17 @@ def keys_read(layout, window, prefix_place):
         keys = torch.full((call.spans.k[-1],), -1)
         if call.own is not None:
             keys[call.own] = layout.places
-        if call.prefix is not None:
-            keys[call.prefix.at] = prefix_place[call.prefix.tokens]
-            grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[call.prefix.at]
-            wanted, total = torch.zeros(2, len(prefix_place), dtype=torch.float64)
-            wanted.index_add_(0, torch.arange(len(wanted))[call.prefix.tokens], grad)
-            add_at(total, call.prefix.grad_at, call.prefix.summed(grad))
+        parts = [*prefix_place.tensor_split(layout.part_starts[1:])]
+        if layout.source:
+            parts[-1] = layout.places
+        for prefix in call.prefixes:
+            keys[prefix.at] = parts[prefix.part][prefix.tokens]
+            grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[prefix.at]
+            wanted, total = torch.zeros(2, len(parts[prefix.part]), dtype=torch.float64)
+            wanted.index_add_(0, torch.arange(len(wanted))[prefix.tokens], grad)
+            add_at(total, prefix.grad_at, prefix.summed(grad))
             assert torch.equal(total, wanted), "gradients of a token's copies are not its own"
-        assert (keys >= 0).all() and torch.equal(call.keys(layout.places, prefix_place), keys)
+        assert (keys >= 0).all() and torch.equal(call.keys(parts), keys)
         queries = torch.arange(layout.num_tokens)[call.queries].tolist()
         for q0, q1, k0, k1 in call.spans.parts():
             for i, query in enumerate(queries[q0:q1], start=q0):
@@ -218,7 +221,7 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
     prefixes = build_layout(groups, offsets, suffixes=False)
     assert keys_read(prefixes, window, prefixes.places) == [expected(place) for place in prefixes.places.tolist()]
     for wave in make_waves(groups, wave_tokens):
-        layout = build_layout([piece for _, piece in wave], offsets, prefixes, [i for i, _ in wave])
+        layout = build_layout([piece for _, piece in wave], offsets, prefixes, strands=False)
         assert keys_read(layout, window, prefixes.places) == [expected(place) for place in layout.places.tolist()]
 
 
@@ -235,7 +238,7 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     nothing = layout.reading(torch.zeros_like(is_read))
     assert nothing.reads.places.tolist() == [4] and nothing.head_tokens.tolist() == [8]
     source = build_layout(groups[1:], [0, 7, 14, 20], suffixes=False)
-    wave = build_layout(groups[1:], [0, 7, 14, 20], source, [0]).reading(torch.zeros_like(is_read))
+    wave = build_layout(groups[1:], [0, 7, 14, 20], source, strands=False).reading(torch.zeros_like(is_read))
     assert wave.reads.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
 
 
@@ -260,7 +263,8 @@ def test_siblings_tails_are_added_to_one_run_of_tokens():
     """A prompt's rows under a window: what they send back is summed, and no index repeats."""
     layout = build_layout([Group((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])
     (call,) = layout.calls(AttentionParams(1.0, window=6), CPU)
-    assert call.prefix.copies == ((3, 5),) and call.prefix.grad_at == slice(15, 20)
+    (prefix,) = call.prefixes
+    assert prefix.copies == ((3, 5),) and prefix.grad_at == slice(15, 20)
 
 
 def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
@@ -298,7 +302,7 @@ def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, sche
             assert prefixes * (not offload) + sum(lens) <= budget or is_one_row
             assert not is_heeded or sum(lens) <= wave_tokens or len(lens) == 1
     if schedule == "auto":
-        assert plan.split_groups == 0, "auto runs what does not fit in phases, and never computes a prefix twice"
+        assert plan.recomputed_tokens == 0, "auto runs what does not fit in phases, and never computes a prefix twice"
 
 
 @hypothesis.given(st.lists(SHAPES, min_size=2, max_size=4), st.integers(5, 100), st.sampled_from(["packed", "auto"]))

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -13,42 +12,30 @@ import torch
 import torch.nn.functional as F
 import transformers
 from broken_states import ancestor_left_out, gradients_of_shared_outputs_dropped, last_token_left_out
-from dialogues import ROWS, VOCAB, rollouts, thinking_kept, thinking_stripped, tree_search
+from dialogues import ROWS, rollouts, thinking_kept, thinking_stripped, tree_search
 from families import build, float64_inside  # noqa: F401
-from float64_torch import Float64Torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runners import run_shared, run_stock
 from short_chunks import short_chunks
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tree_models import FAMILIES, TWINS, error, measure, small  # noqa: F401
 
 from verl_prefix.core import layout as layout_module
 from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import Hashes, cuts_at, group_trees, mix_rows
 from verl_prefix.core.waves import make_plan
 
+PIECES = dict(schedule="phased", budget=50, wave_tokens=12, nests=False)
 RUNS = {
     "packed": dict(schedule="packed"),
     "packed in pieces": dict(schedule="packed", budget=60),
     "phased": dict(schedule="phased", wave_tokens=12),
-    "phased in pieces": dict(schedule="phased", budget=50, wave_tokens=12),
+    "phased in pieces": dict(schedule="phased", plan=functools.partial(make_plan, **PIECES)),
     "checkpointed": dict(schedule="phased", wave_tokens=12),
     "kept attention": dict(schedule="packed", keep_attention=True),
     "offloaded": dict(schedule="phased", wave_tokens=12, offload=True),
 }
 CHECKPOINTED = ("checkpointed", "kept attention")
-
-
-def measure(model, run) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs, and all gradients as one vector."""
-    model.zero_grad()
-    log_probs = torch.cat(run())
-    return log_probs, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def error(ours: tuple[torch.Tensor, ...], truth: tuple[torch.Tensor, ...]) -> float:
-    """The larger relative error, of log-probs and of gradients."""
-    return max(((a - b).norm() / b.norm()).item() for a, b in zip(ours, truth, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -102,26 +89,6 @@ def test_rows_share_what_stands_before_the_first_and_the_last_cut_that_there_can
     (group,) = groups_of(*rows, cuts=[[cut], [cut]])
     assert (group.prefix_len, group.suffix_lens) == (cut, (3 - cut,) * 2)
     assert len(groups_of(*rows, cuts=[[0, 3], [0, 3]])) == 2, "outside of [1, 2]"
-
-
-@pytest.fixture(scope="module")
-def small():
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=512, initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "float", lambda self: self.double())  # norms
-        patch.setattr(sys.modules[Qwen3ForCausalLM.__module__], "torch", Float64Torch())
-        yield Qwen3ForCausalLM(config).double().train()
-
-
-FAMILIES = [
-    "qwen3", "mistral-window-8", "gemma3-window-9", "gemma2-window-9", "gpt-oss-window-9", "qwen3-moe", "lfm2",
-    "qwen3.5", "qwen3-next", "granite4-h",
-]  # fmt: skip
-TWINS = ("gemma3-window-9", "qwen3-moe", "qwen3-next")  # of gemma2, qwen3 and qwen3.5
 
 
 def _marks(family: str, rows: Callable) -> tuple | pytest.MarkDecorator:
@@ -201,7 +168,7 @@ def test_broken_trees_are_far_off(monkeypatch, broken, rows, name):
 
 
 @pytest.mark.parametrize("draws", [15, pytest.param(40, marks=pytest.mark.ci)])
-def test_any_rows_in_any_plan_equal_hf(small, draws):
+def test_any_rows_in_any_plan_equal_hf(small, draws):  # noqa: F811
     @settings(max_examples=draws)
     @given(
         rows=st.sampled_from(ROWS), seed=st.integers(0, 2**20), budget=st.integers(20, 400),
@@ -214,9 +181,9 @@ def test_any_rows_in_any_plan_equal_hf(small, draws):
     run()
 
 
-def equal_hf(small, rows, seed, budget, wave_tokens, schedule, share_read):
+def equal_hf(model, rows, seed, budget, wave_tokens, schedule, share_read):
     """Where only some outputs are read, weights of the others are 0."""
-    model, batch = small, rollouts(rows, seed)
+    batch = rollouts(rows, seed)
     generator = torch.Generator().manual_seed(seed)
     is_read = [torch.rand(len(w), generator=generator) < share_read for w in batch.weights]
     batch = dataclasses.replace(batch, weights=[w * read for w, read in zip(batch.weights, is_read, strict=True)])

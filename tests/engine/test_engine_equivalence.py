@@ -1234,4 +1234,4 @@ def test_sharing_happens_where_it_should(results, models):
     # Without dynamic batch size, micro-batches of one row leave room for one longest row's tokens, not for a group.
     assert metrics("static_batch_size_of_one")[0]["prefix/waves"][0] >= 1
     assert metrics("default")[0]["prefix/split_uids"] == [1.0]
-    assert metrics("packed_small_budget_cuts_groups")[0]["prefix/recomputed_groups"][0] >= 1
+    assert metrics("packed_small_budget_cuts_groups")[0]["prefix/recomputed_tokens"][0] >= 1

@@ -26,12 +26,15 @@ from random_batches import (
     Prompt,
     Session,
     cases_on,
+    deep_cases_on,
     errors_of,
     of_critic,
     write_models,
 )
 
 ROUTED = ("routes", "tails")
+TREE = (Session("a", 20, ((4, 5, 8), (4, 6, 8), (3, 5, 9), (2, 4, 5)), True), Again(1, 1), Again(2, 2))
+NESTED = Case(1, "qwen3", TREE, 9, 0.0, 1, (("budget", 60), ("schedule", "phased")))
 TURNS = (Session("a", 20, ((4, 5, 8), (4, 6, 8)), True), Again(1, 1))
 REPORT = os.environ.get("FUZZ_REPORT")
 
@@ -45,7 +48,7 @@ def models(tmp_path_factory):
 def seen(request):
     """What a run saw, and the runs before it that are in the report."""
     report = json.loads(Path(REPORT).read_text()) if REPORT and Path(REPORT).exists() else {}
-    counts = {name: Counter(report.get(name)) for name in ("families", "ranks", "rows", "options", "shared")}
+    counts = {name: Counter(report.get(name)) for name in ("families", "ranks", "rows", "options", "shared", "depths")}
     found = {"runs": report.get("runs", []), **counts, "worst": report.get("worst", {})}
     start, before, failed = time.time(), found["families"].total(), request.session.testsfailed
     yield found
@@ -60,24 +63,31 @@ def seen(request):
         write_whole(Path(REPORT), json.dumps(report | found, indent=1) + "\n")
 
 
-@pytest.mark.parametrize("critic", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["actor", "critic"])
-def test_random_batches_are_computed_as_by_stock(ranks, models, seen, critic):
+@pytest.mark.parametrize("kind", ["actor", "trees", pytest.param("critic", marks=pytest.mark.ci)])
+def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
     numbers = [1] * 6 + [2] * 3 + [4] if REPORT else [1, 2]
     in_an_image = Case(1, "qwen3_vl", (Prompt("a", 6, (4, 5)),), 9, 0.0, 0, (("trees", "batch"),))  # it ends
     routed = Case(2, "qwen3_moe", (*TURNS, Prompt("b", 37, (4, 5, 9))), 9, 0.0, 0, (("exchange", "auto"), ROUTED))
     in_text = of_critic(in_an_image._replace(family="qwen3"))
 
-    @settings(max_examples=-(-BATCHES // 3) if critic else BATCHES, suppress_health_check=[*HealthCheck])
-    @example(in_text if critic else in_an_image)
-    @example(of_critic(routed) if critic else routed)
-    @given(case=cases_on(numbers, CRITICS).map(of_critic) if critic else cases_on(numbers))
+    examples = {"actor": (in_an_image, routed), "critic": (in_text, of_critic(routed)), "trees": (NESTED, routed)}
+    cases = {
+        "actor": cases_on(numbers), "critic": cases_on(numbers, CRITICS).map(of_critic),
+        "trees": deep_cases_on(numbers),
+    }  # fmt: skip
+
+    @settings(max_examples=BATCHES if kind == "actor" else -(-BATCHES // 3), suppress_health_check=[*HealthCheck])
+    @example(examples[kind][0])
+    @example(examples[kind][1])
+    @given(case=cases[kind])
     def run(case: Case) -> None:
         found = ranks(case.ranks, models)(errors_of, case)
-        for name, error in ((name, error) for errors, _ in found for name, error in errors.items()):
+        for name, error in ((name, error) for errors, *_ in found for name, error in errors.items()):
             assert error <= TOLERANCE, (name, error)
             worst = seen["worst"].setdefault(case.family, {})
             worst[name] = max(worst.get(name, 0.0), error)
-        seen["shared"][str(any(saved > 0 for _, saved in found))] += 1
+        seen["shared"][str(any(saved > 0 for _, saved, _ in found))] += 1
+        seen["depths"][str(max(depth for *_, depth in found))] += 1
         seen["families"][case.family] += 1
         seen["ranks"][str(case.ranks)] += 1
         seen["rows"].update({type(one).__name__ for one in case.rows})
@@ -107,5 +117,5 @@ def test_what_is_broken_on_purpose_is_seen(ranks, models, name, schedule, ranks_
     options = (("schedule", schedule), *([("wave_tokens", 20)] * (schedule == "phased")))
     case = Case(ranks_of_case, "qwen3", rows, 9, 0.0, 1, options)
     whole = ranks(case.ranks, models)(errors_of, case)
-    assert max(max(errors.values()) for errors, _ in whole) <= TOLERANCE and whole[0][1] > 0
+    assert max(max(errors.values()) for errors, *_ in whole) <= TOLERANCE and whole[0][1] > 0
     assert all(max(errors.values()) > 100 * TOLERANCE for errors in ranks(case.ranks, models)(_broken, case, name))

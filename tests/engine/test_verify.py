@@ -25,6 +25,7 @@ from broken_states import (
     states_of_zero,
 )
 from dialogues import rollouts, thinking_kept, thinking_stripped, tree_search
+from nesting import BROKEN
 from runners import random_rollouts, run_shared, run_stock
 from verl.utils import tensordict_utils as tu
 
@@ -37,6 +38,8 @@ from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
+from verl_prefix.core.nesting import Nesting
+from verl_prefix.core.plan import Plan
 from verl_prefix.engine import self_check as verify
 from verl_prefix.engine.backend import StockPath
 from verl_prefix.engine.rows import BatchRows
@@ -98,11 +101,15 @@ def verdict(
     for weight in batch.weights:  # as of `verify._falling_loss`
         weight.copy_(1 / torch.arange(1, len(weight) + 1))
 
+    def deepest(groups):
+        return Plan(tuple(Nesting(group, 1, 1, offload=False).deepest() for group in groups))
+
     def ours(schedule, pass_type):
         with pytest.MonkeyPatch.context() as patch:
             if broken:
                 broken(patch)
-            return torch.cat(run_shared(model, batch, schedule, pass_type=pass_type, wave_tokens=1))
+            plan = deepest if rows and schedule == "phased" else None
+            return torch.cat(run_shared(model, batch, schedule, pass_type=pass_type, wave_tokens=1, plan=plan))
 
     noise = functools.partial(noise_of, model, dtype)
     with gradients_aside(model):
@@ -175,6 +182,14 @@ def test_an_ancestor_that_is_left_out_is_caught(rows, dtype):
 @pytest.mark.parametrize("rows", [thinking_kept, tree_search])
 def test_a_dropped_gradient_of_shared_outputs_is_caught_by_gradients_alone(rows, dtype):
     found = verdict(0, dtype, broken=gradients_of_shared_outputs_dropped, rows=rows)
+    assert found.log_probs <= verify.MAX_LOG_PROBS and found.attention <= verify.MAX_ATTENTION, str(found)
+    assert found.gradients > (10 if dtype == torch.bfloat16 else 1e4), str(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("broken", BROKEN)
+def test_broken_nesting_is_caught_by_gradients_alone(broken, dtype):
+    found = verdict(0, dtype, broken=broken, rows=tree_search)
     assert found.log_probs <= verify.MAX_LOG_PROBS and found.attention <= verify.MAX_ATTENTION, str(found)
     assert found.gradients > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
@@ -265,7 +280,7 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     q, k = (torch.randn(layout.num_tokens, heads, 16).to(dtype) for heads in (4, 2))
     v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
     scores = AttentionParams(0.25)
-    out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, None, 0)
+    out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, (), 0)
     found = [verify.LayerCheck() for _ in range(2)]
     found[0].attention(0, layout, q, k, v, None, scores, out)
     found[1].attention(0, layout, q, k, v, None, scores, out * (1 + 1e-2))

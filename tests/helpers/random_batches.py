@@ -44,6 +44,8 @@ VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v_moe")  # every prompt an
 
 
 REPLAYED = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe")
+Found = tuple[dict[str, float], float, int]  # of `errors_of`
+COUNTS = ("tokens_saved", "pass_depth")  # of an update
 RECORDED = "recorded"  # routes of the log-prob pass (R2), where others are of a rollout (R3)
 
 
@@ -124,6 +126,24 @@ def cases_on(ranks: list[int], families: Iterable[str] = FAMILIES) -> st.SearchS
         st.sampled_from([0.0, 0.4]), st.integers(0, 99), OPTIONS,
     )  # fmt: skip
     return cases.map(as_it_can_be).filter(makes_sense)
+
+
+def of_deep_tree(case: Case, rows: tuple[Session | Again, ...], budget: int, schedule: str) -> Case:
+    """A case of one tree, under a budget that may nest its passes."""
+    kept = [one for one in case.options if one[0] not in ("budget", "schedule", "trees", "min_speedup")]
+    return case._replace(rows=rows, options=(*kept, ("budget", budget), ("schedule", schedule)))
+
+
+def deep_cases_on(ranks: list[int], families: Iterable[str] = FAMILIES) -> st.SearchStrategy[Case]:
+    """Random cases of a session of several turns, and of branches of it."""
+    turns = st.lists(st.tuples(st.integers(0, 9), few, st.integers(0, 12)), min_size=3, max_size=5).map(tuple)
+    session = st.builds(Session, st.just("a"), st.integers(1, 25), turns, st.booleans())
+    branches = st.lists(st.builds(Again, st.integers(1, 3), st.integers(0, 3)), min_size=2, max_size=5)
+    rows = st.builds(lambda one, more: (one, *more), session, branches)
+    cases = st.builds(
+        of_deep_tree, cases_on(ranks, families), rows, st.integers(30, 150), st.sampled_from(["phased", "auto"])
+    )
+    return cases.filter(makes_sense)
 
 
 def of_critic(case: Case) -> Case:
@@ -364,8 +384,8 @@ def _passes(
     found["loss"] = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(found["loss"])
     found["loss"] /= get_world_size()  # verl multiplies it by ranks of data, and those of a group have the same
-    saved = output["metrics"].get("prefix/tokens_saved", 0.0)
-    return found | of_engine | {"tokens saved": torch.tensor(saved)}
+    counts = {name: output["metrics"].get(f"prefix/{name}", 0.0) for name in COUNTS}
+    return found | of_engine | {name: torch.tensor(count) for name, count in counts.items()}
 
 
 def options_of(case: Case) -> dict[str, Any]:
@@ -387,8 +407,9 @@ def stock_options(case: Case) -> dict[str, Any]:
 def errors_of(
     models: dict, case: Case, ours_of: Callable[..., dict[str, torch.Tensor]] | None = None,
     stock_of: Callable[..., dict[str, torch.Tensor]] | None = None,
-) -> tuple[dict[str, float], float]:  # fmt: skip
-    """Relative errors of what ours gives from what stock does, one row after the other; tokens saved."""
+) -> Found:  # fmt: skip
+    """Relative errors of what ours gives from what stock does, one row after the other; tokens saved, and how many
+    passes were in one another."""
     path = models[case.family]
     ours_of, stock_of = (
         ours_of or functools.partial(measured, "prefix"),
@@ -396,8 +417,8 @@ def errors_of(
     )
     ours = ours_of(path, case, options_of(case))
     stock = stock_of(path, case, stock_options(case))
-    saved = ours.pop("tokens saved")
-    stock.pop("tokens saved")
+    saved, depth = (float(ours.pop(name)) for name in COUNTS)
+    stock = {name: x for name, x in stock.items() if name not in COUNTS}
     stock |= {f"inferred {name}": stock[name] for name in ("log_probs", "entropy", "values") if name in stock}
     ours = {name: x for name, x in ours.items() if name in stock or not name.startswith("inferred ")}
     if "dead" in dict(case.options):  # outputs of the update are not wanted: they would be of every row
@@ -410,12 +431,15 @@ def errors_of(
     errors = {name: ((ours[name] - x).double().norm() / max(norms[name], least[name])).item()
               for name, x in stock.items()}  # fmt: skip
     worst = max((error for name, error in errors.items() if name.startswith("gradient of ")), default=0.0)
-    return {name: error for name, error in errors.items() if error > TOLERANCE or "gradient" not in name} | {
-        "gradients": worst
-    }, float(saved)
+    return (
+        {name: error for name, error in errors.items() if error > TOLERANCE or "gradient" not in name}
+        | {"gradients": worst},
+        saved,
+        int(depth),
+    )
 
 
-def run_batches(cases: st.SearchStrategy[Case], errors: Callable[[Case], list[tuple[dict[str, float], float]]]) -> None:
+def run_batches(cases: st.SearchStrategy[Case], errors: Callable[[Case], list[Found]]) -> None:
     """`errors`, what `errors_of` finds on each rank, of a third of BATCHES cases, since other engines than
     FSDP2's, which test_fuzz.py draws, have its engine room: none is over TOLERANCE, and some case shares."""
     shared = []
@@ -424,9 +448,9 @@ def run_batches(cases: st.SearchStrategy[Case], errors: Callable[[Case], list[tu
     @given(case=cases)
     def run(case: Case) -> None:
         found = errors(case)
-        for name, error in ((name, error) for each, _ in found for name, error in each.items()):
+        for name, error in ((name, error) for each, *_ in found for name, error in each.items()):
             assert error <= TOLERANCE, (name, error)
-        shared.append(any(saved > 0 for _, saved in found))
+        shared.append(any(saved > 0 for _, saved, _ in found))
 
     run()
     assert any(shared)

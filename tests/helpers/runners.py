@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from verl_prefix.core.forward import PackedForward, TokenBatch
+from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.schedule import Schedule
@@ -53,15 +54,17 @@ def run_shared(
     train: bool = True,
     reduce_max: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
     edit: Callable[[TokenBatch, Plan], TokenBatch] = lambda tokens, plan: tokens,
+    plan: Callable[[Sequence[Group]], Plan] | None = None,
     **options: Any,
 ) -> list[torch.Tensor]:
     """`run_stock` by `core.schedule.Schedule`. Options are fields of it and of its `PackedForward`. Tests break the
-    maths by `edit`, which changes the tokens."""
+    maths by `edit`, which changes the tokens. plan: another one than `make_plan` makes."""
     parameter = next(model.parameters())
     device = parameter.device
     tokens, weights, groups = flatten(rollouts, device)
     flat, offsets = tokens.input_ids, tokens.offsets
-    plan = pad_to_same_passes(make_plan(groups, budget, schedule, wave_tokens), reduce_max)
+    made = plan(groups) if plan else make_plan(groups, budget, schedule, wave_tokens, options.get("offload", False))
+    passes = pad_to_same_passes(made, reduce_max)
     log_probs = torch.zeros(len(flat), dtype=parameter.dtype, device=device)
 
     def outputs(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -76,7 +79,7 @@ def run_shared(
     forward = PackedForward(HookedModel(model), outputs, **of_forward)
     runner = Schedule(forward, step, torch.Tensor.backward if train else None, **options)
     with torch.set_grad_enabled(train):
-        runner.run(edit(tokens, plan), plan)
+        runner.run(edit(tokens, passes), passes)
     return [
         log_probs[start + len(prompt) : end]
         for prompt, start, end in zip(rollouts.prompts, offsets, offsets[1:], strict=False)

@@ -185,8 +185,9 @@ def tails_shifted(monkeypatch):
 
     def shifted(*args):
         for call in made(*args):
-            if call.causal and call.prefix is not None:
-                call = call._replace(prefix=call.prefix._replace(tokens=(call.prefix.tokens - 1).clamp(0)))
+            if call.causal:
+                shifted = [one._replace(tokens=(one.tokens - 1).clamp(0)) for one in call.prefixes]
+                call = call._replace(prefixes=tuple(shifted))
             yield call
 
     monkeypatch.setattr(layout, "calls_of", shifted)
@@ -342,9 +343,14 @@ def test_one_long_response_pads_no_short_one(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama3", "lfm2", "qwen3.5", "granite4-h"])
-@pytest.mark.parametrize("passes", [(1, 0), (0, 1)], ids=["packed", "phased"])
-def test_dummies_of_a_rank_without_rows_give_every_parameter_a_gradient_of_zero(family, passes):
-    model, answers = build(family), iter([(*passes, -math.inf), (1, False)])
+@pytest.mark.parametrize(
+    "shapes",
+    [[(1, 0, -math.inf)], [(0, 1, -math.inf), (1, 0, 0, 0)], [(0, 1, -math.inf), (1, 0, 1, 1), (0, 0, 1, 0)]],
+    ids=["packed", "phased", "nested"],
+)
+def test_dummies_of_a_rank_without_rows_give_every_parameter_a_gradient_of_zero(family, shapes):
+    """shapes: what other ranks run, as `waves.pad_to_same_passes` asks for it."""
+    model, answers = build(family), iter(shapes)
     assert run_shared(model, random_rollouts([], 128), "auto", reduce_max=lambda counts: next(answers)) == []
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 

@@ -35,7 +35,10 @@ STARTS = {"subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.c
 # Asserts that do more than tell mypy a type. `python -O` drops them, so none may be of what a user gives.
 INVARIANTS = {
     "core/calls.py": ["len(self.q) == len(self.k)", "all((b > a for a, b in pairwise(bounds)))"],
-    "core/layout.py": ["start == end"],
+    "core/layout.py": [
+        "start == end",
+        "not suffixes or sum((len(one[1]) for one in found)) == sum((end > 0 for _, end in ends))",
+    ],
     "trainer/mini_batches.py": ["len(keys) % num_mini_batches == 0"],
 }
 

@@ -94,7 +94,7 @@ def test_two_steps_of_a_searching_agent_and_step_1_is_stocks(tmp_path, train, mo
         step = {name.removeprefix("actor/"): value for name, value in step.items()}
         prompt, response = step["prompt_length/mean"], step["response_length/mean"]
         assert step["prefix/reuse_fraction"] == pytest.approx(2 / 3 * prompt / (prompt + response), rel=0.05)
-        assert step["prefix/groups"] == 4 and step["prefix/recomputed_groups"] == 0 and step["prefix/waves"] > 0
+        assert step["prefix/groups"] == 4 and step["prefix/recomputed_tokens"] == 0 and step["prefix/waves"] > 0
         assert step["training/rollout_probs_diff_max"] < 1e-5
     assert stock[0]["actor/grad_norm"] > 0.01, "a step whose rewards are all equal compares nothing"
     for name in ("critic/score/mean", "response_length/mean", "num_turns/mean", "actor/entropy", "actor/kl_loss",

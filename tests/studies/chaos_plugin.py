@@ -66,8 +66,8 @@ def break_save(save):
     return patched
 
 
-def break_wave(self, tokens, layout, cache=None) -> None:
-    if cache is not None and torch.is_grad_enabled() and at("wave") and broken_rank():
+def break_wave(self, tokens, layout, caches=()) -> None:
+    if caches and torch.is_grad_enabled() and at("wave") and broken_rank():
         act()
 
 

@@ -35,7 +35,10 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ("attention", "calls", "groups", "layout", "prefix_cache", "recurrence", "schedule", "trees", "waves", "offload")
+CORE = (
+    "attention", "calls", "groups", "layout", "nesting", "offload", "plan", "prefix_cache", "recurrence", "schedule",
+    "trees", "waves",
+)  # fmt: skip
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",
     "engine/rows.py", "engine/grouping.py", "engine/outputs.py", "engine/mini_batch.py", "engine/loss.py",
@@ -61,7 +64,8 @@ hypothesis.settings.load_profile("first failure")
 """
 
 # Tests that are asked about a mutant of a file or a room, the first that its name begins with.
-LAYOUTS = "tests/core/test_groups_layout.py tests/core/test_trees.py"
+NESTING = "tests/core/test_nesting.py"
+LAYOUTS = f"tests/core/test_groups_layout.py tests/core/test_trees.py {NESTING}"
 COST = "tests/auto/test_cost.py::test_"
 CUT = (
     "tests/core/test_trees.py::test_a_tree_is_cut_where_the_fewest_tokens_are_computed "
@@ -81,7 +85,7 @@ TESTS = {
     "tests/models/test_recurrent_packages.py",
     "core/schedule": "tests/core/test_schedule.py tests/core/test_lifetime.py tests/core/test_offload.py "
     f"{DUMMIES} tests/engine/test_engine_equivalence.py::test_lm_head_runs_where_the_loss_reads_alone",
-    "core/trees": "tests/core/test_trees.py",
+    "core/trees": "tests/core/test_trees.py", "core/nesting": NESTING, "core/plan": LAYOUTS,
     "core/groups": LAYOUTS, "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py",
     "core/waves": f"tests/core/test_groups_layout.py {CUT} {COST}passes_of_a_plan_count_each_token_once "
     f"{COST}what_does_not_fit_is_cut_or_phased_by_cost {COST}waves_hide_their_own_cost_for_an_eighth_of_memory "
@@ -188,6 +192,7 @@ def cases() -> dict[int, list[Any]]:
         case("qwen3_next", turns, *waves, ("padded", True)),
         case("granitemoehybrid", turns_apart, *packed),
         case("qwen3_vl", turns, *waves),
+        case("qwen3", turns, ("schedule", "phased"), ("budget", 50)),
     ]
     moving = ("exchange", "auto")
     together = [
@@ -262,7 +267,7 @@ def run_cases(
 
         with mock.patch.object(random_batches, "measured", ours):
             try:
-                errors, _ = random_batches.errors_of(models, case)
+                errors = random_batches.errors_of(models, case)[0]
             except Exception:
                 return found + raised(traceback.format_exc(limit=-2))
         wrong = {name: error for name, error in errors.items() if not error <= random_batches.TOLERANCE}

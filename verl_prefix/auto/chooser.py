@@ -111,7 +111,7 @@ class CostModel:
         room = prefix_room(whole, self.wave_tokens, memory.offload)
 
         def make(least_wave: int = 1) -> Plan:
-            made = make_plan(groups, budget, schedule, self.wave_tokens, memory.offload, least_wave)
+            made = make_plan(groups, budget, schedule, self.wave_tokens, memory.offload, least_wave, memory.stages == 1)
             return self._at_once(made, room, whole)
 
         plan = make()

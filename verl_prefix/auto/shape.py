@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.groups import Group
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
-from verl_prefix.core.waves import first_fit
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models.last_layer import head_only
 from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, Mixer, mixer_of
 from verl_prefix.models.support import layer_window
@@ -113,7 +112,9 @@ class ModelShape:
             if prefixes:
                 tokens += group.prefix_len
                 head += group.num_strand_outputs
-                pairs += sum(self.pairs(strand.end - strand.start, strand.start) for strand in group.strands)
+                pairs += sum(
+                    self.pairs(strand.end - strand.start, strand.start) for strand in group.strands[group.outer :]
+                )
             if suffixes:
                 tokens += group.num_suffix_tokens
                 head += group.num_suffix_tokens
@@ -128,7 +129,7 @@ class ModelShape:
                 again in backward for the tokens before the last chunk. None: log-probs.
         """
         passes = []
-        for planned in plan.passes:
+        for planned in plan.every:
             passes.append(self.pass_of(planned.groups, suffixes=isinstance(planned, PackedPass)))
             if isinstance(planned, PhasedPass):
                 waves = ([piece for _, piece in wave] for wave in planned.waves)

@@ -42,10 +42,10 @@ class _Begun(NamedTuple):
 
 
 class _MicroBatch(NamedTuple):
-    """A packed pass, or a wave with the cache that it reads; `where`: phase and part, for an error's note."""
+    """A packed pass, or a wave with the caches that it reads; `where`: phase and part, for an error's note."""
 
     layout: Layout
-    cache: PrefixCache | None
+    caches: tuple[PrefixCache, ...]
     where: tuple[str, str]
 
 
@@ -55,7 +55,7 @@ class PipelineSchedule(MegatronSchedule):
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
         device, stages = tokens.input_ids.device, Neighbours(unwrapped(self.module))
-        passes = [_MicroBatch(build_layout(one.groups, tokens.offsets), None, ("packed", "")) for one in plan.packed]
+        passes = [_MicroBatch(build_layout(one.groups, tokens.offsets), (), ("packed", "")) for one in plan.packed]
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
         if self.backward is None:  # then nothing of a prefix is wanted after its waves
             rounds = [[], *([one] for one in plan.phased)]
@@ -64,7 +64,7 @@ class PipelineSchedule(MegatronSchedule):
                 with ExitStack() as caches:
                     begun = [self._begin(tokens, one, stages, caches) for one in phased]
                     passes += [
-                        _MicroBatch(layout, one.cache, ("phase_b", part))
+                        _MicroBatch(layout, (one.cache,), ("phase_b", part))
                         for one in begun
                         for layout, part in wave_layouts(tokens, one.planned, one.layout)
                     ]
@@ -92,10 +92,10 @@ class PipelineSchedule(MegatronSchedule):
         step, left = self.step, iter(passes)
 
         def forward() -> tuple[torch.Tensor, Any]:
-            layout, cache, (phase, part) = next(left)
+            layout, caches, (phase, part) = next(left)
             one = annotate_errors(phase, layout.groups, part)
             with one:
-                done = self.forward.packed_or_wave(tokens, layout, cache)
+                done = self.forward.packed_or_wave(tokens, layout, caches)
             backwards.follow(done.outputs, one)
 
             def loss(outputs: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class AttentionPass:
         layout: the packed row that runs.
         kernel: name for `kernels.choose_kernel`.
         capture: in phase A, the cache that receives the layers' keys and values.
-        cache: in a wave, the cache from which suffixes read their prefixes.
+        caches: of the phases A around a wave or a nested pass, the outermost first; segments read their paths there.
         keep_attention: under gradient checkpointing, keeps attention outputs until backward, whose recomputation of
             the layers then runs no attention kernel.
 
@@ -56,13 +56,13 @@ class AttentionPass:
         layout: Layout,
         kernel: str,
         capture: PrefixCache | None = None,
-        cache: PrefixCache | None = None,
+        caches: Sequence[PrefixCache] = (),
         keep_attention: bool = False,
     ) -> None:
         self.layout = layout
         self.kernel = kernel
         self.capture = capture
-        self.cache = cache
+        self.caches = tuple(caches)
         self.shards: Shards | None = None
         self.head_tokens: torch.Tensor | None = None
         self.routes: torch.Tensor | None = None
@@ -94,11 +94,11 @@ class AttentionPass:
         if self.capture is not None:
             k, v = self.capture.capture(layer, k, v)
         anchor = None
-        if self.cache is not None:
-            self.cache.read(layer)  # raises where phase A left nothing
-            anchor = self.cache.anchors[layer]
+        for cache in self.caches:
+            cache.read(layer)  # raises where phase A left nothing
+            anchor = cache.anchors[layer]
         out: torch.Tensor = GroupedAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, sinks, self.layout, kernel, params, self.cache, layer, self.kept, anchor
+            q, k, v, sinks, self.layout, kernel, params, self.caches, layer, self.kept, anchor
         )
         self.attended(layer, q, k, v, sinks=sinks, params=params, out=out)
         return out if self.shards is None else self.shards.to_tokens(out)
@@ -168,24 +168,24 @@ def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
-    Without `cache`, prefix keys are the packed row's own. In a wave they are those of `cache`, their gradients go to
-    its grad cache instead of through autograd, and `anchor` is `cache.anchors[layer]`. A sink (gpt-oss) is one more
-    score per head, without a value: it joins the log-sum-exp.
+    Prefix keys are those of `caches`, or the packed row's own. Of the former, gradients go to the grad caches instead
+    of through autograd, and `anchor` is `anchors[layer]` of one of them. A sink (gpt-oss) is one more score per head,
+    without a value: it joins the log-sum-exp.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        layout: Layout, kernel: Kernel, params: AttentionParams, cache: PrefixCache | None, layer: int,
+        layout: Layout, kernel: Kernel, params: AttentionParams, caches: Sequence[PrefixCache], layer: int,
         kept: Kept | None = None, anchor: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
         else:
             calls = layout.calls(params, q.device)
-            prefix_k, prefix_v = (k, v) if cache is None else cache.read(layer)
+            all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
             for call in calls:
-                keys, values = call.keys(k, prefix_k), call.keys(v, prefix_v)
+                keys, values = call.keys(all_k), call.keys(all_v)
                 out_2, lse_2 = kernel.forward(q[call.queries], keys, values, call)
                 if call is calls[0]:
                     out, lse = out_2, lse_2
@@ -198,31 +198,30 @@ class GroupedAttention(torch.autograd.Function):
             if kept is not None:
                 kept[layer] = out.detach(), lse
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.args = layout, kernel, params, cache, layer
+        ctx.args = layout, kernel, params, caches, layer
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        layout, kernel, params, cache, layer = ctx.args
+        layout, kernel, params, caches, layer = ctx.args
         calls = layout.calls(params, q.device)
-        prefix_k, prefix_v = (k, v) if cache is None else cache.read(layer)
+        all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
         dout = dout.contiguous()
         for call in calls:
-            at, keys, values = call.queries, call.keys(k, prefix_k), call.keys(v, prefix_v)
+            at, keys, values = call.queries, call.keys(all_k), call.keys(all_v)
             dq_call, dk_call, dv_call = kernel.backward(dout[at], (q[at], keys, values, out[at], lse[:, at]), call)
             if call is calls[0]:
                 dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]
             else:
                 dq[at] += dq_call
-            if call.prefix is not None and cache is None:  # the prefix source is this packed row, its strands first
-                for total, grad in ((dk, dk_call), (dv, dv_call)):
-                    add_at(
-                        total[: layout.num_strand_tokens], call.prefix.grad_at, call.prefix.summed(grad[call.prefix.at])
-                    )
-            elif call.prefix is not None and ctx.needs_input_grad[-1]:  # of the anchor: is anything before it trained?
-                grads = (call.prefix.summed(grad[call.prefix.at]) for grad in (dk_call, dv_call))
-                cache.add_grad(layer, call.prefix.grad_at, *grads)
+            for prefix in call.prefixes:
+                grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
+                if prefix.part == len(caches):  # this packed row, its strands first
+                    for total, grad in zip((dk, dv), grads, strict=True):
+                        add_at(total[: layout.num_strand_tokens], prefix.grad_at, grad)
+                elif ctx.needs_input_grad[-1]:  # of the anchor: is anything before it trained?
+                    caches[prefix.part].add_grad(layer, prefix.grad_at, *grads)
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()

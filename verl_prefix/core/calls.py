@@ -6,6 +6,7 @@ with the same path are one block, and a block's path is copied where it is not o
 
 import functools
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
@@ -19,8 +20,9 @@ def built_once() -> Any:
     return field(default_factory=dict, init=False, repr=False, compare=False)
 
 
-# The tokens before a segment, in their order, as (start, length) runs of tokens of the prefix source.
-Path = tuple[tuple[int, int], ...]
+Run = tuple[int, int]  # start and length
+# The tokens before a segment, in their order, as runs of tokens of the prefix source.
+Path = tuple[Run, ...]
 
 
 class Segment(NamedTuple):
@@ -105,20 +107,23 @@ class AttentionParams(NamedTuple):
 
 
 class PrefixKeys(NamedTuple):
-    """Keys of a call that come from the prefix source. Each field but `copies` is a slice, or int64 indices [n].
+    """Keys of a call that come from one part of the prefix source: a prefix cache, or the packed row itself. `at`,
+    `tokens` and `grad_at` are slices, or int64 indices [n].
 
     Attributes:
         at: where they stand among the call's keys.
-        tokens: which tokens of the prefix source they are.
-        grad_at: where what `summed` returns is added in the prefix source. A token may be there several times, once for
-            each block that reads it.
+        tokens: which tokens of the part they are.
+        grad_at: where what `summed` returns is added in the part. A token may be there several times, once for each
+            block that reads it.
         copies: (times, length) of each set of copies, in the order of `tokens`; empty: there are none.
+        part: of the prefix source, counted from the outermost cache; the last one is the packed row.
     """
 
     at: slice | torch.Tensor
     tokens: slice | torch.Tensor
     grad_at: slice | torch.Tensor
     copies: tuple[tuple[int, int], ...] = ()
+    part: int = 0
 
     def summed(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradients of keys `at` [n, K, D] -> of tokens `grad_at`; sums over copies are in fp32 (fp64)."""
@@ -136,7 +141,8 @@ class Call(NamedTuple):
     """One kernel call of a layer: which queries read which keys, and how scores are made.
 
     By default queries and keys are all tokens of the packed row. Where the chosen tokens have gaps, `queries`, `own`
-    and `prefix` hold int64 indices instead of slices, and keys are copies instead of views.
+    and `prefixes` hold int64 indices instead of slices, and keys are copies instead of views; copies, too, where they
+    come from several parts of the prefix source.
 
     Attributes:
         spans: which of the call's queries read which of its keys.
@@ -146,7 +152,7 @@ class Call(NamedTuple):
         window: each query reads only the last `window` keys that `causal` lets it read; None: all of them.
         queries: the packed row's tokens that are the call's queries.
         own: where the packed row's own keys stand among the call's, in their order; None: the call reads none of them.
-        prefix: what the call reads of the prefix source; None: nothing.
+        prefixes: what the call reads of each part of the prefix source.
     """
 
     spans: Spans
@@ -156,22 +162,31 @@ class Call(NamedTuple):
     softcap: float | None = None
     queries: slice | torch.Tensor = ALL
     own: slice | torch.Tensor | None = ALL
-    prefix: PrefixKeys | None = None
+    prefixes: tuple[PrefixKeys, ...] = ()
 
-    def keys(self, own: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
-        """Keys or values [n, K, D] of the call, from the packed row's [T, K, D] and the prefix source's [P, K, D]."""
-        if self.prefix is None:  # then `self.own` is all of them
+    def keys(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Keys or values [n, K, D] of the call, from those [P, K, D] of each part of the prefix source; the last part
+        is the packed row."""
+        own = parts[-1]
+        if not self.prefixes:  # then `self.own` is all of them
             return own
-        if self.own is None:
-            return prefix[self.prefix.tokens]
+        if self.own is None and len(self.prefixes) == 1:
+            return parts[self.prefixes[0].part][self.prefixes[0].tokens]
         keys = own.new_empty(self.spans.k[-1], *own.shape[1:])
-        keys[self.own] = own
-        keys[self.prefix.at] = prefix[self.prefix.tokens]
+        if self.own is not None:
+            keys[self.own] = own
+        for prefix in self.prefixes:
+            keys[prefix.at] = parts[prefix.part][prefix.tokens]
         return keys
 
 
-def calls_of(segments: Sequence[Segment], params: AttentionParams, device: torch.device) -> Iterator[Call]:
+def calls_of(
+    segments: Sequence[Segment], params: AttentionParams, device: torch.device, starts: Sequence[int] = (0,)
+) -> Iterator[Call]:
     """Yields a layer's kernel calls on a packed row, the first over all queries.
+
+    Args:
+        starts: the first token of each part of the prefix source, the packed row itself last.
 
     A segment that fits the window together with its path is near: it is read as if there were no window. Any other is
     far. No kernel takes a window per segment. So the last `window - 1` keys of a far segment's path are copied to stand
@@ -179,14 +194,14 @@ def calls_of(segments: Sequence[Segment], params: AttentionParams, device: torch
     """
     seen = sys.maxsize if params.window is None else params.window
     far = [s.path_len + s.length > seen for s in segments]
-    starts = (0, *accumulate(s.length for s in segments))
+    bounds = (0, *accumulate(s.length for s in segments))
     tail_lens = [min(s.path_len, seen - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
     key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
-    own, tails = _after_tails(segments, tail_lens, key_ends, device) if any(tail_lens) else (ALL, None)
+    own, tails = _after_tails(segments, tail_lens, key_ends, device, starts) if any(tail_lens) else (ALL, ())
     window = params.window if any(far) else None
-    yield Call(Spans(starts, (0, *key_ends)), True, params.scale, window, params.softcap, own=own, prefix=tails)
-    near = [(starts[i], s) for i, s in enumerate(segments) if s.path and not far[i]]
-    for blocks in _of_one_call([list(block) for _, block in groupby(near, key=lambda item: item[1].path)]):
+    yield Call(Spans(bounds, (0, *key_ends)), True, params.scale, window, params.softcap, own=own, prefixes=tails)
+    near = [(bounds[i], s) for i, s in enumerate(segments) if s.path and not far[i]]
+    for blocks in _of_one_call([list(block) for _, block in groupby(near, key=lambda item: item[1].path)], starts):
         paths = [block[0][1].path for block in blocks]
         members = [member for block in blocks for member in block]
         spans = Spans(
@@ -195,24 +210,53 @@ def calls_of(segments: Sequence[Segment], params: AttentionParams, device: torch
             q_parts=(0, *accumulate(s.length for _, s in members)),
         )
         queries = _token_index([(start, s.length) for start, s in members], device)
-        keys = _token_index([run for path in paths for run in path], device)
-        prefix = PrefixKeys(ALL, keys, keys)
-        yield Call(spans, False, params.scale, softcap=params.softcap, queries=queries, own=None, prefix=prefix)
+        found = _by_part([run for path in paths for run in path], starts)
+        prefixes = []
+        for part, (at, tokens) in found.items():
+            keys = _token_index(tokens, device)
+            prefixes.append(PrefixKeys(ALL if len(found) == 1 else _token_index(at, device), keys, keys, part=part))
+        yield Call(
+            spans, False, params.scale, softcap=params.softcap, queries=queries, own=None, prefixes=tuple(prefixes)
+        )
+
+
+def _by_part(runs: Sequence[Run], starts: Sequence[int], first: int = 0) -> dict[int, tuple[list[Run], list[Run]]]:
+    """Runs of tokens of the prefix source, which stand one after the other among a call's keys, by the part that has
+    them: where they stand, from `first` on, and which of the part's tokens they are."""
+    found: dict[int, tuple[list[Run], list[Run]]] = {}
+    ends = (*starts[1:], sys.maxsize)
+    for start, length in runs:
+        while length:
+            part = bisect_right(starts, start) - 1
+            n = min(length, ends[part] - start)
+            at, tokens = found.setdefault(part, ([], []))
+            at.append((first, n))
+            tokens.append((start - starts[part], n))
+            first, start, length = first + n, start + n, length - n
+    return found
 
 
 def _after_tails(
-    segments: Sequence[Segment], tail_lens: Sequence[int], key_ends: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, PrefixKeys]:
-    """`own` and `prefix` of a causal call whose keys are [tail | own] of each segment, a tail being the end of its
+    segments: Sequence[Segment], tail_lens: Sequence[int], key_ends: Sequence[int], device: torch.device,
+    starts: Sequence[int],
+) -> tuple[torch.Tensor, tuple[PrefixKeys, ...]]:  # fmt: skip
+    """`own` and `prefixes` of a causal call whose keys are [tail | own] of each segment, a tail being the end of its
     path."""
     ends = list(zip(segments, tail_lens, key_ends, strict=True))
     own = on_device(ranges([(end - s.length, s.length) for s, _, end in ends]), device)
-    at = on_device(ranges([(end - s.length - n, n) for s, n, end in ends]), device)
-    tails = [last_of(s.path, n) for s, n, _ in ends if n]
-    tokens = on_device(ranges([run for tail in tails for run in tail]), device)
-    siblings = [(tail, len(list(same))) for tail, same in groupby(tails)]
-    grad_at = _token_index([run for tail, _ in siblings for run in tail], device)
-    return own, PrefixKeys(at, tokens, grad_at, tuple((times, sum(n for _, n in tail)) for tail, times in siblings))
+    tails = [(end - s.length - n, last_of(s.path, n)) for s, n, end in ends if n]
+    split = [_by_part(tail, starts, first) for first, tail in tails]
+    siblings = [list(same) for _, same in groupby(range(len(tails)), key=lambda i: tails[i][1])]
+    prefixes = []
+    for part in sorted({part for of_tail in split for part in of_tail}):
+        at = [run for of_tail in split for run in of_tail.get(part, ([], []))[0]]
+        tokens = [run for of_tail in split for run in of_tail.get(part, ([], []))[1]]
+        shared = [(split[same[0]][part][1], len(same)) for same in siblings if part in split[same[0]]]
+        grad_at = _token_index([run for runs, _ in shared for run in runs], device)
+        copies = tuple((times, sum(n for _, n in runs)) for runs, times in shared)
+        index, chosen = (on_device(ranges(runs), device) for runs in (at, tokens))
+        prefixes.append(PrefixKeys(index, chosen, grad_at, copies, part))
+    return own, tuple(prefixes)
 
 
 Block = list[tuple[int, Segment]]  # segments with the same path, each after its first token in the packed row
@@ -221,10 +265,11 @@ Block = list[tuple[int, Segment]]  # segments with the same path, each after its
 _MAX_COPIED = 2**12
 
 
-def _of_one_call(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+def _of_one_call(blocks: Sequence[Block], starts: Sequence[int]) -> Iterator[Sequence[Block]]:
     """Yields the blocks of each call: all where no key is copied, else those of up to `_MAX_COPIED` keys, or one."""
     first, num_keys = 0, 0
-    if blocks and not _is_one_run([run for block in blocks for run in block[0][1].path]):
+    runs = [run for block in blocks for run in block[0][1].path]
+    if blocks and not (_is_one_run(runs) and len(_by_part(runs, starts)) == 1):
         for i, block in enumerate(blocks):
             num_keys += block[0][1].path_len
             if i > first and num_keys > _MAX_COPIED:
@@ -239,16 +284,16 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def ranges(runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+def ranges(runs: Sequence[Run]) -> torch.Tensor:
     """int64 indices of the tokens of (start, length) runs, one after the other."""
     return torch.cat([torch.arange(0), *(torch.arange(start, start + n) for start, n in runs)])
 
 
-def _is_one_run(runs: Sequence[tuple[int, int]]) -> bool:
+def _is_one_run(runs: Sequence[Run]) -> bool:
     return all(a + n == b for (a, n), (b, _) in pairwise(runs))
 
 
-def _token_index(runs: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
+def _token_index(runs: Sequence[Run], device: torch.device) -> slice | torch.Tensor:
     """`ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
     return slice(runs[0][0], sum(runs[-1])) if _is_one_run(runs) else on_device(ranges(runs), device)
 
@@ -263,7 +308,7 @@ def end_of(path: Path) -> int:
 
 def last_of(path: Path, length: int) -> Path:
     """The last `length` tokens of a path."""
-    runs: list[tuple[int, int]] = []
+    runs: list[Run] = []
     for start, n in reversed(path):
         taken = min(n, length)
         length -= taken

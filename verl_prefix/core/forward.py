@@ -115,20 +115,24 @@ class PackedForward:
     sequence_group: dist.ProcessGroup | None = None
 
     def phase_a(
-        self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, keep_attention: bool
-    ) -> torch.Tensor:
+        self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, keep_attention: bool,
+        around: Sequence[PrefixCache] = (),
+    ) -> torch.Tensor:  # fmt: skip
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
         Args:
             with_head: some rank's rows read outputs of strands, so lm_head runs on every rank.
             keep_attention: False: never, whatever the field says.
+            around: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
             where the backward of phase C starts: the model's output of one token, or of the strand tokens that waves
             read, [m, k].
         """
         keep_attention = keep_attention and self.keep_attention
-        attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep_attention=keep_attention)
+        attention_pass = self.pass_type(
+            layout, self.kernel, capture=cache, caches=around, keep_attention=keep_attention
+        )
         head_tokens = torch.tensor([layout.num_tokens - 1])
         outputs: Outputs | None = _sum_logits if with_head else None
         if layout.reads is not None:
@@ -139,33 +143,38 @@ class PackedForward:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
-    def packed_or_wave(self, tokens: TokenBatch, layout: Layout, cache: PrefixCache | None) -> PassOutputs:
-        """The forward of a packed pass, whose row has strands and suffixes; or, with `cache`, of a wave, whose row has
-        suffixes alone."""
+    def packed_or_wave(self, tokens: TokenBatch, layout: Layout, caches: Sequence[PrefixCache] = ()) -> PassOutputs:
+        """The forward of a packed pass, whose row has strands and suffixes, or of a wave, whose row has suffixes alone;
+        `caches` are those of the phases A around it, the outermost first."""
         if tokens.is_read is not None and layout.groups:
             layout = layout.reading(tokens.is_read)
-        attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep_attention=self.keep_attention)
+        attention_pass = self.pass_type(layout, self.kernel, caches=caches, keep_attention=self.keep_attention)
         with self.context():
             of_tokens = self.outputs if layout.groups else _sum_logits
             outputs = self._run(tokens, layout.head_tokens, attention_pass, of_tokens)
-            return PassOutputs(layout, self._read(outputs, layout, cache))
+            return PassOutputs(layout, self._read(outputs, layout, caches))
 
-    def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
+    def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
-        output, and waves may read those of phase A."""
+        output, and those of phases A around."""
         if self.model.is_early_stage or layout.reads is None or torch.equal(layout.reads.tokens, layout.head_tokens):
             return outputs
         device, tokens, is_own = outputs.device, layout.reads.tokens, layout.reads.tokens >= 0
         own = outputs[on_device(torch.searchsorted(layout.head_tokens, tokens[is_own]), device)]
         if is_own.all():
             return own
-        assert cache is not None and layout.source is not None
-        index = torch.searchsorted(layout.source.head_tokens, -1 - tokens[~is_own])
-        (stored,) = cache.read(_OUTPUTS)
-        read = ReadPrefix.apply(stored, on_device(index, device), cache, _OUTPUTS)  # type: ignore[no-untyped-call]
         both = outputs.new_empty(len(tokens), outputs.shape[-1])
         both = both.index_copy(0, on_device(is_own.nonzero()[:, 0], device), own)
-        return both.index_copy(0, on_device((~is_own).nonzero()[:, 0], device), read)
+        starts = torch.tensor(layout.part_starts)
+        part_of = torch.searchsorted(starts, -1 - tokens, right=True) - 1
+        for part, (source, cache) in enumerate(zip(layout.sources, caches, strict=False)):
+            chosen = ~is_own & (part_of == part)
+            if chosen.any():
+                index = torch.searchsorted(source.head_tokens, -1 - tokens[chosen] - starts[part])
+                (stored,) = cache.read(_OUTPUTS)
+                read = ReadPrefix.apply(stored, on_device(index, device), cache, _OUTPUTS)  # type: ignore[no-untyped-call]
+                both = both.index_copy(0, on_device(chosen.nonzero()[:, 0], device), read)
+        return both
 
     def _run(
         self, tokens: TokenBatch, head_tokens: torch.Tensor, attention_pass: AttentionPass, outputs: Outputs | None
@@ -183,7 +192,7 @@ class PackedForward:
         attention_pass.head_tokens = head_tokens
         head_places = places[head_tokens]
         of_head = outputs and (lambda number, logits: outputs(head_places[number], logits))
-        prefixes = layout.groups if layout.source is None else ()
+        prefixes = () if layout.in_wave else layout.groups
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
             tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=head_tokens,

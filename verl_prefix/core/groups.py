@@ -54,6 +54,7 @@ class Group:
         strands: every strand after its parent.
         forks: of each row.
         first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.
+        outer: how many of the first strands passes around compute, where passes nest; `prefix_len` does not count them.
     """
 
     rows: tuple[int, ...]
@@ -62,6 +63,7 @@ class Group:
     strands: tuple[Strand, ...] = ()
     forks: tuple[Fork, ...] = ()
     first_outputs: tuple[int, ...] = ()
+    outer: int = 0
 
     def __post_init__(self) -> None:
         if self.forks:
@@ -84,17 +86,18 @@ class Group:
 
     @property
     def reads_strands(self) -> bool:
-        """Whether some row reads outputs of strand tokens."""
-        return any(fork.start > first for fork, first in zip(self.forks, self.first_outputs, strict=True))
+        """Whether some row reads outputs of tokens of the group's own strands."""
+        pairs = zip(self.forks, self.first_outputs, strict=True)
+        return any(fork.start > first and fork.strand >= self.outer for fork, first in pairs)
 
     @property
     def num_strand_outputs(self) -> int:
-        """Number of strand tokens whose outputs rows read; a token counts once."""
+        """Number of tokens of the group's own strands whose outputs rows read; a token counts once."""
         read: dict[int, set[int]] = {}
         for fork, first in zip(self.forks, self.first_outputs, strict=True):
             for strand, start, end in self.strands_before(fork) if fork.start > first else ():
                 read.setdefault(strand, set()).update(range(max(start, first), end))
-        return sum(map(len, read.values()))
+        return sum(len(tokens) for strand, tokens in read.items() if strand >= self.outer)
 
     @property
     def num_suffix_tokens(self) -> int:
@@ -153,12 +156,71 @@ class Group:
                     needed[strand] = end, row
         read = [i for i, (end, _) in enumerate(needed) if end]
         number = {-1: -1} | {i: n for n, i in enumerate(read)}
+        # Strands of passes around stay as these compute them.
+        parts = [(self.strands[i].end, self.strands[i].row) if i < self.outer else needed[i] for i in read]
         strands = tuple(
-            Strand(needed[i][1], self.strands[i].start, needed[i][0], number[self.strands[i].parent]) for i in read
+            Strand(row, self.strands[i].start, end, number[self.strands[i].parent])
+            for i, (end, row) in zip(read, parts, strict=True)
         )
         forks = tuple(fork._replace(strand=number.get(fork.strand, -1)) for fork in self.forks)
-        prefix_len = sum(strand.end - strand.start for strand in strands)
-        return replace(self, prefix_len=prefix_len, strands=strands, forks=forks)
+        return replace(self, strands=strands, forks=forks, outer=sum(i < self.outer for i in read))._counted()
+
+    def _counted(self) -> "Group":
+        return replace(self, prefix_len=sum(strand.end - strand.start for strand in self.strands[self.outer :]))
+
+    def top(self, upto: Mapping[int, int]) -> "Group":
+        """The group as a phase A with nested passes computes it: what follows is as if no two rows shared it.
+
+        Args:
+            upto: how many of each row's first tokens that phase A and those around it compute, by the row's number.
+        """
+        ends, numbers, strands = self._ends(upto), {-1: -1}, list[Strand]()
+        for i, (strand, end) in enumerate(zip(self.strands, ends, strict=True)):
+            if end > strand.start:
+                numbers[i] = len(strands)
+                strands.append(strand._replace(end=end, parent=numbers[strand.parent]))
+        forks = []
+        for fork in self.forks:
+            inside = (
+                Fork(numbers[i], min(end, ends[i])) for i, start, end in self.strands_before(fork) if ends[i] > start
+            )
+            forks.append(next(inside, Fork(-1, 0)))
+        lens = zip(self.forks, forks, self.suffix_lens, strict=True)
+        suffix_lens = tuple(old.start + n - new.start for old, new, n in lens)
+        return replace(self, strands=tuple(strands), forks=tuple(forks), suffix_lens=suffix_lens)._counted()
+
+    def below(self, upto: Mapping[int, int], members: Sequence[int]) -> "Group":
+        """Some rows of the group as a pass computes them that is nested in the phase A of `top`.
+
+        Args:
+            upto: as of `top`. members: as of `of`.
+        """
+        ends, upper, lower = self._ends(upto), {-1: -1}, dict[int, int]()
+        strands: list[Strand] = []
+        for i, (strand, end) in enumerate(zip(self.strands, ends, strict=True)):
+            if end > strand.start:
+                upper[i] = len(strands)
+                strands.append(strand._replace(end=end, parent=upper[strand.parent]))
+        outer = len(strands)
+
+        def after(strand: int, start: int) -> int:
+            """The new number of the strand in which the `start` tokens of a row end."""
+            return upper[strand] if strand < 0 or start <= ends[strand] else lower[strand]
+
+        for i, (strand, end) in enumerate(zip(self.strands, ends, strict=True)):
+            if end < strand.end:
+                lower[i] = len(strands)
+                parent = upper[i] if i in upper else after(strand.parent, strand.start)
+                strands.append(strand._replace(start=max(end, strand.start), parent=parent))
+        forks = tuple(fork._replace(strand=after(*fork)) for fork in self.forks)
+        return replace(self, strands=tuple(strands), forks=forks, outer=outer).of(members).pruned()
+
+    def _ends(self, upto: Mapping[int, int]) -> list[int]:
+        """Of each strand, where the tokens of `top` end; its start: it has none."""
+        return [
+            strand.end if i < self.outer else max(strand.start, min(strand.end, upto[strand.row]))
+            for i, strand in enumerate(self.strands)
+        ]
 
     def renumbered(self, numbers: Mapping[int, int]) -> "Group":
         """The group with other numbers for its rows."""

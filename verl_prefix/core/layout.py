@@ -7,12 +7,15 @@
 A packed row says of each of its tokens where that stands in the batch. So positions stay the original ones, and outputs
 go back to where they belong. In groups of one prompt, cross calls read slices of the prefixes, and only token ids are
 copied. In deeper trees, and where a window cuts a path, keys are copied.
+
+Where passes nest, segments read strands of the packed rows around theirs as well. The prefix source is then all of them
+one after the other: the strands of the outermost, and so on, and at last the packed row's own.
 """
 
 import functools
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -39,7 +42,8 @@ class Reads(NamedTuple):
 
     Attributes:
         places: [n] int64, where in the batch each stands.
-        tokens: [n] int64, the token of the packed row that computes it; below 0: token -1 - x of `source`.
+        tokens: [n] int64, the token of the packed row that computes it; below 0: token -1 - x of the prefix source, in
+            a packed row around this one.
     """
 
     places: torch.Tensor
@@ -50,37 +54,54 @@ class Reads(NamedTuple):
 class Layout:
     """One packed row of T tokens.
 
-    Paths count tokens of the prefix source: of this packed row, or of `source`.
+    Paths count tokens of the prefix source: the strands of the packed rows around this one, then its own.
 
     Attributes:
         places: [T] int64, where each token stands in the batch's flat values.
         num_strand_tokens: the first tokens, which are strands.
         segments: the strands, then the suffixes.
         groups: those whose rows it computes; none in a dummy.
-        starts: where the strands of each group begin in the prefix source.
+        starts: where strands begin in the prefix source, by the place of their first token; those around it, too.
         reads: outputs that rows read; None: those of all suffix tokens.
-        state_paths: paths after which a recurrent layer leaves a state, since segments continue them, in the order of
-            their ends.
-        source: of a wave, which has no strands, the packed row of phase A; else None.
+        state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
+            segments continue them, in the order of their ends.
+        source: of a wave or a nested pass, the packed row of the phase A around it; else None.
         num_strands: the first segments, which are strands.
+        in_wave: it has suffixes alone, as the packed rows beside it on other ranks.
     """
 
     places: torch.Tensor
     num_strand_tokens: int
     segments: tuple[Segment, ...]
     groups: tuple[Group, ...] = ()
-    starts: tuple[int, ...] = ()
+    starts: Mapping[int, int] = field(default_factory=dict)
     reads: Reads | None = None
     state_paths: tuple[Path, ...] = ()
     source: "Layout | None" = None
     num_strands: int = 0
+    in_wave: bool = False
     _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
-    _initial_states: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = built_once()
+    _continued: dict[tuple[bool, torch.device], list[tuple[int, torch.Tensor, torch.Tensor]]] = built_once()
     _last_tokens: dict[tuple[int, torch.device], torch.Tensor] = built_once()
 
     @property
     def num_tokens(self) -> int:
         return len(self.places)
+
+    @functools.cached_property
+    def sources(self) -> "tuple[Layout, ...]":
+        """The packed rows around this one, the outermost first, and this one: the parts of the prefix source."""
+        return (*(self.source.sources if self.source else ()), self)
+
+    @functools.cached_property
+    def part_starts(self) -> tuple[int, ...]:
+        """The first token of each of `sources` in the prefix source."""
+        return tuple(accumulate((one.num_strand_tokens for one in self.sources[:-1]), initial=0))
+
+    @property
+    def first(self) -> int:
+        """Where this packed row's own strands begin in the prefix source."""
+        return self.part_starts[-1]
 
     @property
     def multiplicity(self) -> torch.Tensor:
@@ -92,7 +113,7 @@ class Layout:
                 for strand, start, end in group.strands_before(fork) if num_outputs else ():
                     steps[strand][0] += 1
                     steps[strand][end - start] -= 1
-            counts += [step.cumsum(0)[:-1] for step in steps]
+            counts += [step.cumsum(0)[:-1] for step in steps[group.outer :]]
         of_suffixes = torch.full((self.num_tokens - self.num_strand_tokens,), int(bool(self.groups)))
         return torch.cat([*counts, of_suffixes])
 
@@ -107,16 +128,17 @@ class Layout:
         """The strands, cut where a path of `state_paths` ends, in rounds: a round starts from states of earlier ones.
 
         Returns:
-            of each round, (start, end, end of the path that it continues; 0: none) of each of its runs of tokens, and
-            these as spans. All layers get the same objects, so that kernels can store what they derive from them.
+            of each round, (start, end, end of the path that it continues; 0: none) of each of its runs of tokens of the
+            prefix source, and these as spans. All layers get the same objects, so that kernels can store what they
+            derive from them.
         """
         rounds: list[list[tuple[int, int, int]]] = []
-        round_of = {0: -1}
-        ends, end = list(self.state_numbers), 0
+        round_of: dict[int, int] = {}
+        ends, end = list(self.state_numbers), self.first
         for segment in self.segments[: self.num_strands]:
             start, path_end, end = end, end_of(segment.path), end + segment.length
             for cut in ends[bisect_right(ends, start) : bisect_right(ends, end)]:
-                round_of[cut] = round_of[path_end] + 1
+                round_of[cut] = round_of.get(path_end, -1) + 1  # paths around this packed row are all known
                 if round_of[cut] == len(rounds):
                     rounds.append([])
                 rounds[round_of[cut]].append((start, cut, path_end))
@@ -130,23 +152,39 @@ class Layout:
         """Numbers of `state_paths`, by the `end_of` each."""
         return {end_of(path): number for number, path in enumerate(self.state_paths)}
 
-    def initial_states(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which suffixes continue strands, and the number of the state from which each starts; both [n] int64, built
-        once."""
-        if device not in self._initial_states:
-            suffixes, numbers = self.segments[self.num_strands :], (self.source or self).state_numbers
-            pairs = [(i, numbers[end_of(suffix.path)]) for i, suffix in enumerate(suffixes) if suffix.path]
-            chosen, states = on_device(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T, device)
-            self._initial_states[device] = chosen, states
-        return self._initial_states[device]
+    def continued(self, suffixes: bool, device: torch.device) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Which suffixes continue strands, or which strands those of packed rows around this one: for each of `sources`
+        that has their states its number, then numbers of suffixes or strands, and of the state from which each starts;
+        both [n] int64, built once."""
+        if (suffixes, device) not in self._continued:
+            chosen = self.segments[self.num_strands :] if suffixes else self.segments[: self.num_strands]
+            ends = [(i, end_of(segment.path)) for i, segment in enumerate(chosen)]
+            found = []
+            for part, source in enumerate(self.sources if suffixes else self.sources[:-1]):
+                pairs = [(i, source.state_numbers[end]) for i, end in ends if end in source.state_numbers]
+                if pairs:
+                    numbers, states = on_device(torch.tensor(pairs, dtype=torch.int64).T, device)
+                    found.append((part, numbers, states))
+            assert not suffixes or sum(len(one[1]) for one in found) == sum(end > 0 for _, end in ends)
+            self._continued[suffixes, device] = found
+        return self._continued[suffixes, device]
 
     def last_tokens(self, length: int, device: torch.device) -> torch.Tensor:
-        """[states, length] int64: the last tokens of each of `state_paths`, counted from 1, with zeros in front where
-        there are fewer; built once."""
+        """[states, length] int64: the last tokens of each of `state_paths`, built once. Those of this packed row are
+        counted from 1. Those before them are numbers below 0, of the inputs before the strand that the path begins
+        with here: -1 - x for input x of [strands, length]. Where there are fewer, zeros stand in front."""
         if (length, device) not in self._last_tokens:
-            tails = [ranges(last_of(path, length)) + 1 for path in self.state_paths]
-            padded = [torch.nn.functional.pad(tail, (length - len(tail), 0)) for tail in tails]
-            self._last_tokens[length, device] = on_device(torch.stack(padded), device)
+            firsts = accumulate((one.length for one in self.segments[: self.num_strands]), initial=self.first)
+            strand_of = {first: i for i, first in enumerate(firsts)}
+            tails = []
+            for path in self.state_paths:
+                own_tokens = _tokens_from(path, self.first)
+                own = ranges(last_of(path, min(length, own_tokens))) - self.first + 1
+                strand = strand_of[next(max(start, self.first) for start, n in path if start + n > self.first)]
+                before = -1 - strand * length - torch.arange(length)
+                before = before if self.segments[strand].path else torch.zeros_like(before)
+                tails.append(torch.cat([before[len(own) :], own]))
+            self._last_tokens[length, device] = on_device(torch.stack(tails), device)
         return self._last_tokens[length, device]
 
     @property
@@ -175,7 +213,7 @@ class Layout:
     def calls(self, params: AttentionParams, device: torch.device) -> tuple[Call, ...]:
         """A layer's kernel calls, the first over all queries; built once for all layers of the same `params`."""
         if (params, device) not in self._calls:
-            self._calls[params, device] = tuple(calls_of(self.segments, params, device))
+            self._calls[params, device] = tuple(calls_of(self.segments, params, device, self.part_starts))
         return self._calls[params, device]
 
 
@@ -189,7 +227,7 @@ def build_layout(
     groups: Sequence[Group],
     offsets: Sequence[int],
     source: Layout | None = None,
-    numbers: Sequence[int] = (),
+    strands: bool = True,
     suffixes: bool = True,
 ) -> Layout:
     """Builds the packed row of `groups`, best in `pass_order`. Where there is nothing to compute it is a dummy: one
@@ -197,43 +235,44 @@ def build_layout(
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        source: for a wave, which has suffixes alone: the packed row of phase A, whose groups have all rows of these.
-        numbers: for a wave: which group of `source` each of `groups` is.
+        source: for a wave or a nested pass: the packed row of the phase A around it, which has strands of these groups.
+        strands: False for a wave, which has suffixes alone.
         suffixes: False for phase A, which has strands alone.
     """
-    in_wave = source is not None
-    *starts, _ = accumulate((group.prefix_len for group in groups), initial=0)
-    if source is not None:
-        starts = [source.starts[number] for number in numbers]
-    strands, leaves, rows = [], [], []
-    for group, start in zip(groups, starts, strict=True):
-        paths = _paths(group, start)
-        for strand in () if in_wave else group.strands:
-            path = paths[Fork(strand.parent, strand.start)]
-            strands.append((int(offsets[strand.row]) + strand.start, Segment(strand.end - strand.start, path)))
+    starts = dict(source.starts) if source else {}
+    own_first = end = source.first + source.num_strand_tokens if source else 0
+    nodes, leaves, rows = [], [], []
+    for group in groups:
+        places = [int(offsets[strand.row]) + strand.start for strand in group.strands]
+        own = [*zip(places, group.strands, strict=True)][group.outer :] if strands else []
+        for place, strand in own:
+            starts[place] = end
+            end += strand.end - strand.start
+        paths = _paths(group, [starts[place] for place in places])
+        for place, strand in own:
+            nodes.append((place, Segment(strand.end - strand.start, paths[Fork(strand.parent, strand.start)])))
         for row, fork, suffix_len, first in zip(
             group.rows, group.forks, group.suffix_lens, group.first_outputs, strict=True
         ):
             rows.append((int(offsets[row]), fork.start, suffix_len, first, paths[fork]))
             if suffix_len:
                 leaves.append((int(offsets[row]) + fork.start, Segment(suffix_len, paths[fork])))
-    chosen = [*strands, *(leaves if suffixes else ())]
+    chosen = [*nodes, *(leaves if suffixes else ())]
     if not chosen:
-        return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), starts=tuple(starts))
-    num_strand_tokens = sum(segment.length for _, segment in strands)
-    state_paths = {segment.path for _, segment in [*strands, *leaves] if segment.path and not in_wave}
+        return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), starts=starts, in_wave=not strands)
+    state_paths = {segment.path for _, segment in [*nodes, *leaves] if end_of(segment.path) > own_first}
     return Layout(
-        ranges([(start, segment.length) for start, segment in chosen]), num_strand_tokens,
-        tuple(segment for _, segment in chosen), tuple(groups), tuple(starts),
-        reads=_reads(rows, num_strand_tokens, in_wave, suffixes),
-        state_paths=tuple(sorted(state_paths, key=end_of)), source=source, num_strands=len(strands),
+        ranges([(start, segment.length) for start, segment in chosen]), end - own_first,
+        tuple(segment for _, segment in chosen), tuple(groups), starts,
+        reads=_reads(rows, own_first, end - own_first, suffixes),
+        state_paths=tuple(sorted(state_paths, key=end_of)) if strands else (), source=source, num_strands=len(nodes),
+        in_wave=not strands,
     )  # fmt: skip
 
 
-def _paths(group: Group, start: int) -> dict[Fork, Path]:
-    """The path before each fork, also of strands, of a group whose strands begin at token `start` of the prefix
+def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
+    """The path before each fork, also of strands, of a group whose strands begin at tokens `starts` of the prefix
     source."""
-    starts = [*accumulate((strand.end - strand.start for strand in group.strands), initial=start)]
     paths = {}
     for fork in {*group.forks, *(Fork(strand.parent, strand.start) for strand in group.strands)}:
         path: list[tuple[int, int]] = []
@@ -247,21 +286,31 @@ def _paths(group: Group, start: int) -> dict[Fork, Path]:
 
 
 def _reads(
-    rows: Sequence[tuple[int, int, int, int, Path]], num_strand_tokens: int, in_wave: bool, suffixes: bool
+    rows: Sequence[tuple[int, int, int, int, Path]], first_strand: int, num_strand_tokens: int, suffixes: bool
 ) -> Reads | None:
     """The outputs that rows read; None where they read those of all suffix tokens, or nothing.
 
     Args:
         rows: of each row (place of its first token, tokens before its suffix, suffix tokens, the first of its tokens
             whose output it reads, path before its suffix).
+        first_strand: where the packed row's own strands begin in the prefix source.
+        suffixes: False for phase A: of what others compute, it reads nothing.
     """
     if all(start == first for _, start, _, first, _ in rows):
         return None
     places, tokens, own = [], [], num_strand_tokens
     for offset, start, suffix_len, first, path in rows:
-        in_strands = ranges(last_of(path, max(start - first, 0)))
+        own_tokens = _tokens_from(path, first_strand)
+        num = max(start - first, 0)  # outputs of strands
+        num = num if suffixes else min(num, own_tokens)
+        of_strands, around = ranges(last_of(path, num)), max(num - own_tokens, 0)
         in_suffix = torch.arange(suffix_len if suffixes else 0)[max(first - start, 0) :]
-        places += [offset + first + torch.arange(len(in_strands)), offset + start + in_suffix]
-        tokens += [-1 - in_strands if in_wave else in_strands, own + in_suffix]
+        places += [offset + start - num + torch.arange(num), offset + start + in_suffix]
+        tokens += [-1 - of_strands[:around], of_strands[around:] - first_strand, own + in_suffix]
         own += suffix_len
     return Reads(torch.cat(places), torch.cat(tokens)) if any(map(len, tokens)) else None
+
+
+def _tokens_from(path: Path, first: int) -> int:
+    """How many tokens of a path are token `first` of the prefix source or come after it; they are its last ones."""
+    return sum(min(n, start + n - first) for start, n in path if start + n > first)

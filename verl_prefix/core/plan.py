@@ -1,8 +1,12 @@
 """What a rank computes of a batch, and in which order: a plan of passes."""
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from verl_prefix.core.groups import Group
+
+Item = TypeVar("Item")
 
 # One phase-B micro-batch: for each of its groups, (number among the phased pass's groups, that group with only those
 # rows whose suffixes the wave computes).
@@ -16,21 +20,54 @@ class PackedPass:
 
     groups: tuple[Group, ...] = ()
 
+    @property
+    def tokens_of_groups(self) -> list[tuple[Group, int]]:
+        """Groups, and how many tokens it computes of each."""
+        return [(group, group.num_physical_tokens) for group in self.groups]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that it computes."""
+        return sum(tokens for _, tokens in self.tokens_of_groups)
+
 
 @dataclass(frozen=True)
 class PhasedPass:
     """Groups whose prefixes run together in phases A and C, and the waves between. Without groups, or with an empty
     wave, there are dummies as in `PackedPass`.
 
+    Passes may be nested in it. They run before phase C, read strands of phase A and of all phases A around it, and
+    compute those that follow. Then the groups here are those of `Group.top`, and theirs those of `Group.below`.
+
     Attributes:
-        groups: those whose prefixes phase A computes.
+        groups: those whose prefixes phase A computes, with the rows of nested passes.
         waves: phase B, in its order.
         reads_strands: on some rank rows read outputs of strands; then lm_head runs in phase A on every rank.
+        nested: passes between the last wave and phase C, packed ones first.
     """
 
     groups: tuple[Group, ...] = ()
     waves: tuple[Wave, ...] = ()
     reads_strands: bool = False
+    nested: "tuple[PackedPass | PhasedPass, ...]" = ()
+
+    @property
+    def tokens_of_groups(self) -> list[tuple[Group, int]]:
+        """Groups, and how many tokens phase A and waves compute of each, without those of nested passes."""
+        tokens = [group.prefix_len for group in self.groups]
+        for number, piece in (pair for wave in self.waves for pair in wave):
+            tokens[number] += piece.num_suffix_tokens
+        return list(zip(self.groups, tokens, strict=True))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that phase A and waves compute, without those of nested passes."""
+        return sum(tokens for _, tokens in self.tokens_of_groups)
+
+    @property
+    def depth(self) -> int:
+        """How many passes are in one another, it among them."""
+        return 1 + _depth(self.nested)
 
 
 @dataclass(frozen=True)
@@ -39,32 +76,47 @@ class Plan:
 
     Attributes:
         passes: packed ones first.
-        split_groups: number of groups whose prefix is computed more than once.
+        recomputed_tokens: tokens that are computed once more, since the budget cuts their group.
         idle_groups: those without response tokens, which no pass computes.
         at_once: on a pipeline of several stages, how many phased passes have their prefixes in memory at once; None:
             all.
     """
 
     passes: tuple[PackedPass | PhasedPass, ...]
-    split_groups: int = 0
+    recomputed_tokens: int = 0
     idle_groups: tuple[Group, ...] = ()
     at_once: int | None = None
 
     @property
     def packed(self) -> list[PackedPass]:
-        return [one for one in self.passes if isinstance(one, PackedPass)]
+        return packed_and_phased(self.passes)[0]
 
     @property
     def phased(self) -> list[PhasedPass]:
-        return [one for one in self.passes if isinstance(one, PhasedPass)]
+        return packed_and_phased(self.passes)[1]
+
+    @property
+    def every(self) -> list[PackedPass | PhasedPass]:
+        """All passes, each phased one before those that are nested in it."""
+        return [each for one in self.passes for each in _with_nested(one)]
 
     @property
     def waves(self) -> list[Wave]:
-        return [wave for one in self.phased for wave in one.waves]
+        return [wave for one in self.every if isinstance(one, PhasedPass) for wave in one.waves]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of forwards whose outputs rows read: packed passes and waves."""
+        return sum(isinstance(one, PackedPass) for one in self.every) + len(self.waves)
+
+    @property
+    def depth(self) -> int:
+        """How many passes are in one another; 1: none nests."""
+        return _depth(self.passes)
 
     @property
     def num_physical_tokens(self) -> int:
-        return sum(group.num_physical_tokens for one in self.passes for group in one.groups)
+        return sum(one.num_tokens for one in self.every)
 
     @property
     def rounds(self) -> list[list[PhasedPass]]:
@@ -79,15 +131,30 @@ class Plan:
         def longer(group: Group) -> Group:
             return replace(group, suffix_lens=tuple(n + 1 for n in group.suffix_lens))
 
-        passes: list[PackedPass | PhasedPass] = []
-        for one in self.passes:
+        def of_pass(one: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
             groups = tuple(map(longer, one.groups))
             if isinstance(one, PackedPass):
-                passes.append(replace(one, groups=groups))
-            else:
-                waves = tuple(tuple((number, longer(group)) for number, group in wave) for wave in one.waves)
-                passes.append(replace(one, groups=groups, waves=waves))
-        return replace(self, passes=tuple(passes))
+                return replace(one, groups=groups)
+            waves = tuple(tuple((number, longer(group)) for number, group in wave) for wave in one.waves)
+            return replace(one, groups=groups, waves=waves, nested=tuple(map(of_pass, one.nested)))
+
+        return replace(self, passes=tuple(map(of_pass, self.passes)))
+
+
+def packed_and_phased(passes: Sequence[PackedPass | PhasedPass]) -> tuple[list[PackedPass], list[PhasedPass]]:
+    """The packed ones, then the phased ones, each in their order."""
+    packed = [one for one in passes if isinstance(one, PackedPass)]
+    return packed, [one for one in passes if isinstance(one, PhasedPass)]
+
+
+def _depth(passes: Sequence[PackedPass | PhasedPass]) -> int:
+    return max((one.depth if isinstance(one, PhasedPass) else 1 for one in passes), default=0)
+
+
+def _with_nested(one: PackedPass | PhasedPass) -> Iterator[PackedPass | PhasedPass]:
+    yield one
+    for nested in one.nested if isinstance(one, PhasedPass) else ():
+        yield from _with_nested(nested)
 
 
 def largest_wave(plan: Plan) -> int:
@@ -97,6 +164,27 @@ def largest_wave(plan: Plan) -> int:
 
 def most_outputs(plan: Plan) -> int:
     """The most tokens of one forward of the plan that can go through lm_head."""
-    packed = (sum(g.num_suffix_tokens + g.num_strand_outputs for g in one.groups) for one in plan.packed)
-    phase_a = (sum(g.num_strand_outputs for g in one.groups) for one in plan.phased)
-    return max(*packed, *phase_a, largest_wave(plan), 0)
+    outputs = [largest_wave(plan)]
+    for one in plan.every:
+        suffixes = (group.num_suffix_tokens for group in one.groups if isinstance(one, PackedPass))
+        outputs.append(sum(group.num_strand_outputs for group in one.groups) + sum(suffixes))
+    return max(outputs)
+
+
+def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
+    """First-fit decreasing: few bins, each within the budget unless a single item exceeds it."""
+    bins: list[list[Item]] = []
+    used: list[int] = []
+    num_full = 0  # the first bins, which have no room for the smallest item
+    smallest = min(map(size, items), default=0)
+    for item in sorted(items, key=size, reverse=True):
+        needed = size(item)
+        while num_full < len(bins) and used[num_full] + smallest > budget:
+            num_full += 1
+        i = next((i for i in range(num_full, len(bins)) if used[i] + needed <= budget), len(bins))
+        if i == len(bins):
+            bins.append([])
+            used.append(0)
+        bins[i].append(item)
+        used[i] += needed
+    return bins

@@ -56,7 +56,7 @@ def shared_scan(
     suffixes, split = layout.suffixes, layout.num_strand_tokens
     parts, states = [], None
     if split:
-        outputs, states = _scan_strands(layout, inputs, scan)
+        outputs, states = _scan_strands(layout, inputs, scan, _inherited(attention_pass, key, inputs[0].device))
         if attention_pass.capture is not None:
             outputs = attention_pass.capture.capture(key, states, beside=(outputs,))[-1]
         parts.append(outputs)
@@ -68,14 +68,25 @@ def shared_scan(
     return out
 
 
-def _scan_strands(layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan) -> Scanned:
-    """Outputs of all strands' tokens, and the states after the layout's `state_paths`, in their order."""
+def _scan_strands(
+    layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan, inherited: torch.Tensor | None
+) -> Scanned:
+    """Outputs of all strands' tokens, and the states after the layout's `state_paths`, in their order.
+
+    Args:
+        inherited: [strands, ...], the states from which strands start that continue others'; None: there are none.
+    """
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
+    first = layout.first
+    if inherited is not None:
+        states = {end_of(one.path): state for one, state in zip(layout.segments, inherited, strict=False)}
     for runs, spans in layout.scan_rounds:
-        # All runs of the first round start from zeros, all others from states.
+        # Without passes around, all runs of the first round start from zeros, all others from states.
         initial = torch.stack([states[path_end] for *_, path_end in runs]) if states else None
-        scanned = scan([torch.cat([x[start:end] for start, end, _ in runs]) for x in inputs], spans, initial)
+        scanned = scan(
+            [torch.cat([x[start - first : end - first] for start, end, _ in runs]) for x in inputs], spans, initial
+        )
         for (start, end, _), out, state in zip(runs, scanned.outputs.split(spans.lens), scanned.states, strict=True):
             outputs[start], states[end] = out, state
     return Scanned(
@@ -95,17 +106,21 @@ def shared_conv(
     """
     layout, tail_len = attention_pass.layout, width - 1
     num, lens = layout.num_strands, [segment.length for segment in layout.segments]
-    tails = None
+    tails = inherited = None
     if num:
-        tails = _last_inputs(layout, x, tail_len)
+        inherited = _inherited(attention_pass, key, x.device)
+        tails = _last_inputs(layout, x, tail_len, inherited)
         if attention_pass.capture is not None:
             x = attention_pass.capture.capture(key, tails, beside=(x,))[-1]
     of_segments = x.split(lens)
     before = [x.new_zeros(tail_len, x.shape[-1])] * len(of_segments)
     for i, strand in enumerate(layout.segments[:num]):
-        if strand.path:
+        if end_of(strand.path) > layout.first:
             assert tails is not None
             before[i] = tails[layout.state_numbers[end_of(strand.path)]]
+        elif strand.path:
+            assert inherited is not None
+            before[i] = inherited[i]
     if (continued := _continued(attention_pass, key, tails, x.device)) is not None:
         before[num:] = continued.unbind()
     after_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
@@ -115,12 +130,21 @@ def shared_conv(
     return out
 
 
-def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int) -> torch.Tensor:
+def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int, inherited: torch.Tensor | None) -> torch.Tensor:
     """[states, tail_len, D]: the last inputs of x [T, D] on each of the layout's `state_paths`, with zeros in front
-    where there are fewer."""
+    where there are fewer; `inherited` [strands, tail_len, D] are those before strands that continue others'."""
     index = layout.last_tokens(tail_len, x.device)
     after_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
+    if inherited is not None:
+        after_zeros = torch.cat([after_zeros, inherited.flatten(0, 1)])
+        index = torch.where(index < 0, len(x) - index, index)
     return after_zeros.index_select(0, index.flatten()).view(*index.shape, x.shape[-1])
+
+
+def _inherited(attention_pass: AttentionPass, key: Key, device: torch.device) -> torch.Tensor | None:
+    """[strands, ...]: the states from which those strands of the pass start that continue strands of the passes around
+    it; None where none does."""
+    return _of_parts(attention_pass, key, None, attention_pass.layout.continued(False, device), strands=True)
 
 
 def _continued(
@@ -131,17 +155,31 @@ def _continued(
     Args:
         states: [N, ...], those that the packed row's own strands leave; None in a wave.
     """
-    layout, cache = attention_pass.layout, attention_pass.cache
-    suffixes, numbers = layout.initial_states(device)
-    if not len(suffixes):
-        return None
-    if cache is not None:
-        (states,) = cache.read(key)
-    chosen: torch.Tensor = ReadPrefix.apply(states, numbers, cache, key)  # type: ignore[no-untyped-call]
-    num_suffixes = len(layout.suffixes.lens)
-    if len(chosen) == num_suffixes:
-        return chosen
-    return chosen.new_zeros(num_suffixes, *chosen.shape[1:]).index_copy(0, suffixes, chosen)
+    return _of_parts(attention_pass, key, states, attention_pass.layout.continued(True, device), strands=False)
+
+
+def _of_parts(
+    attention_pass: AttentionPass, key: Key, own: torch.Tensor | None,
+    parts: Sequence[tuple[int, torch.Tensor, torch.Tensor]], strands: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """[n, ...]: the state from which each of the pass's `strands`, or suffixes, starts; zeros where there is none; None
+    where there is none at all.
+
+    Args:
+        own: [N, ...], states that the packed row's own strands leave. parts: of `Layout.continued`.
+    """
+    layout, caches = attention_pass.layout, attention_pass.caches
+    total = layout.num_strands if strands else len(layout.suffixes.lens)
+    found = None
+    for part, segments, numbers in parts:
+        cache = caches[part] if part < len(caches) else None
+        states = own if cache is None else cache.read(key)[0]
+        chosen: torch.Tensor = ReadPrefix.apply(states, numbers, cache, key)  # type: ignore[no-untyped-call]
+        if len(chosen) == total:
+            return chosen
+        found = chosen.new_zeros(total, *chosen.shape[1:]) if found is None else found
+        found = found.index_copy(0, segments, chosen)
+    return found
 
 
 # (inputs [n, longest, ...] of n padded segments, states [n, ...] from which they start; None: zeros) -> outputs and

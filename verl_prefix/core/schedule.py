@@ -1,4 +1,4 @@
-"""Runs a plan, in the phases of README.md: packed passes; phases A, B and C.
+"""Runs a plan, in the phases of README.md: packed passes; phases A, B and C, with passes nested before C.
 
 B needs the memory of one wave, and A and C happen once however many waves there are. This module knows neither verl nor
 losses: what a forward returns goes to `step` where `run` computes a whole plan, or to a caller of `forwards` that calls
@@ -22,6 +22,20 @@ from verl_prefix.core.prefix_cache import PrefixCache
 
 # The fields of `PassOutputs` -> the loss of their rows
 Step = Callable[[Layout, torch.Tensor], torch.Tensor]
+
+
+@dataclass(eq=False)
+class _PhaseA:
+    """A phase A that is done, until its phase C.
+
+    Attributes:
+        layout, output: as of `Schedule.phase_a`.
+        caches: those of the phases A around it, and its own, the last one.
+    """
+
+    layout: Layout
+    output: torch.Tensor
+    caches: tuple[PrefixCache, ...]
 
 
 @dataclass(eq=False)
@@ -62,55 +76,74 @@ class Schedule:
         self, tokens: TokenBatch, planned: PackedPass | PhasedPass, last: bool = True
     ) -> Iterator[Iterator[PassOutputs]]:
         """Context of one pass, inside `grouped_attention`: phase A runs on entering, a forward at each iteration, phase
-        C on leaving, of the forwards so far.
+        C on leaving, of the forwards so far. Phases A and C of nested passes run in between, as iteration gets there.
 
         The caller runs a forward's backward before it asks for the next forward: contexts of this generator
         (`gradient_sync`, `meter`) stay open at the yield. After an exception, and where no prefix has a gradient, there
         is no phase C. On leaving, everything of the prefix is freed in any case.
         """
         if isinstance(planned, PackedPass):
-            with closing(self._packed(tokens, planned, last)) as packed, annotate_loop_body():
+            with closing(self._packed(tokens, planned, None, last)) as packed, annotate_loop_body():
                 yield packed
             return
+        with self._phases_a_and_c(tokens, planned, None, last) as done:
+            between = closing(self._between(tokens, planned, done, last))
+            with between as forwards, annotate_loop_body(), self.meter.waves(tokens.input_ids.device):
+                yield forwards
+
+    @contextmanager
+    def _phases_a_and_c(
+        self, tokens: TokenBatch, planned: PhasedPass, around: _PhaseA | None, last: bool
+    ) -> Iterator[_PhaseA]:
         device = tokens.input_ids.device
         with self.prefix_cache(device) as cache:
-            layout, output = self.phase_a(tokens, planned, cache)
-            # Where only lm_head is trained there is no phase C, and the last wave's backward is the last one.
-            waves_are_last = last and not output.requires_grad
-            with closing(self._waves(tokens, planned, layout, cache, waves_are_last)) as waves, annotate_loop_body():
-                yield waves
+            layout, output = self.phase_a(tokens, planned, cache, around)
+            done = _PhaseA(layout, output, (*(around.caches if around else ()), cache))
+            yield done
             if output.requires_grad:
                 with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
                     cache.backward(output)
 
-    def _packed(self, tokens: TokenBatch, planned: PackedPass, last: bool) -> Generator[PassOutputs]:
-        layout = build_layout(planned.groups, tokens.offsets)
-        with self.meter.phase("packed", planned.groups, tokens.input_ids.device), self.gradient_sync(last):
-            yield self.forward.packed_or_wave(tokens, layout, cache=None)
-
-    def _waves(
-        self, tokens: TokenBatch, planned: PhasedPass, source: Layout, cache: PrefixCache, last: bool
+    def _packed(
+        self, tokens: TokenBatch, planned: PackedPass, around: _PhaseA | None, last: bool
     ) -> Generator[PassOutputs]:
+        layout = build_layout(planned.groups, tokens.offsets, around.layout if around else None)
+        with self.meter.phase("packed", planned.groups, tokens.input_ids.device), self.gradient_sync(last):
+            yield self.forward.packed_or_wave(tokens, layout, around.caches if around else ())
+
+    def _between(self, tokens: TokenBatch, planned: PhasedPass, done: _PhaseA, last: bool) -> Generator[PassOutputs]:
+        """Waves and nested passes, between phases A and C."""
         device = tokens.input_ids.device
-        with self.meter.waves(device):
-            for number, (layout, part) in enumerate(wave_layouts(tokens, planned, source), start=1):
-                sync = self.gradient_sync(last and number == len(planned.waves))
-                with self.meter.phase("phase_b", layout.groups, device, part), sync:
-                    yield self.forward.packed_or_wave(tokens, layout, cache)
+        # Where only lm_head is trained there is no phase C, and the backward before it is the last one.
+        last = last and not done.output.requires_grad
+        for number, (layout, part) in enumerate(wave_layouts(tokens, planned, done.layout), start=1):
+            sync = self.gradient_sync(last and number == len(planned.waves) and not planned.nested)
+            with self.meter.phase("phase_b", layout.groups, device, part), sync:
+                yield self.forward.packed_or_wave(tokens, layout, done.caches)
+        for number, nested in enumerate(planned.nested, start=1):
+            is_last = last and number == len(planned.nested)
+            if isinstance(nested, PackedPass):
+                yield from self._packed(tokens, nested, done, is_last)
+            else:
+                with self._phases_a_and_c(tokens, nested, done, is_last) as inner:
+                    yield from self._between(tokens, nested, inner, is_last)
 
     def prefix_cache(self, device: torch.device) -> PrefixCache:
         """A cache for one phased pass, which its context frees."""
         offloads = self.offload and torch.is_grad_enabled()
         return OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache()
 
-    def phase_a(self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache) -> tuple[Layout, torch.Tensor]:
+    def phase_a(
+        self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, around: _PhaseA | None = None
+    ) -> tuple[Layout, torch.Tensor]:
         """Runs the prefixes of a pass; returns their packed row and the model's output, see `PackedForward.phase_a`."""
-        layout = build_layout(planned.groups, tokens.offsets, suffixes=False)
+        source, caches = (around.layout, around.caches) if around else (None, ())
+        layout = build_layout(planned.groups, tokens.offsets, source, suffixes=False)
         with self.meter.phase("phase_a", planned.groups, tokens.input_ids.device), cache.saving():
             if layout.reads is not None and tokens.is_read is not None:
                 layout = layout.reading(tokens.is_read)
             output = self.forward.phase_a(
-                tokens, layout, cache, with_head=planned.reads_strands, keep_attention=not self.offload
+                tokens, layout, cache, with_head=planned.reads_strands, keep_attention=not self.offload, around=caches
             )
         return layout, output
 
@@ -122,5 +155,5 @@ def wave_layouts(tokens: TokenBatch, planned: PhasedPass, source: Layout) -> Ite
         source: the packed row of phase A.
     """
     for at, wave in enumerate(planned.waves, start=1):
-        numbers, groups = [number for number, _ in wave], [piece for _, piece in wave]
-        yield build_layout(groups, tokens.offsets, source, numbers), f"wave {at} of {len(planned.waves)}"
+        layout = build_layout([piece for _, piece in wave], tokens.offsets, source, strands=False)
+        yield layout, f"wave {at} of {len(planned.waves)}"

@@ -13,9 +13,10 @@ from typing import TypeVar
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import pass_order
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, largest_wave
+from verl_prefix.core.nesting import Nesting
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, first_fit, largest_wave, packed_and_phased
 
-Item = TypeVar("Item")
+Pass = TypeVar("Pass", bound=PackedPass | PhasedPass)
 
 
 def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
@@ -57,25 +58,6 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     return [group.of(range(units[i][0], units[j - 1][1])).pruned() for i, j in pairwise(cuts)]
 
 
-def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
-    """First-fit decreasing: few bins, each within the budget unless a single item exceeds it."""
-    bins: list[list[Item]] = []
-    used: list[int] = []
-    num_full = 0  # the first bins, which have no room for the smallest item
-    smallest = min(map(size, items), default=0)
-    for item in sorted(items, key=size, reverse=True):
-        needed = size(item)
-        while num_full < len(bins) and used[num_full] + smallest > budget:
-            num_full += 1
-        i = next((i for i in range(num_full, len(bins)) if used[i] + needed <= budget), len(bins))
-        if i == len(bins):
-            bins.append([])
-            used.append(0)
-        bins[i].append(item)
-        used[i] += needed
-    return bins
-
-
 def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens, or of one suffix."""
     waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # number of a group -> start and end of its rows
@@ -99,6 +81,16 @@ def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[li
         yield from first_fit(members, lambda group: group.prefix_len, min(room, budget - longest))
 
 
+def _one_level(pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool) -> tuple[int, int]:
+    """Tokens and number of forwards of a group whose pieces are each a phased pass."""
+    tokens, forwards = 0, 0
+    for piece in pieces:
+        left = max(budget - (0 if offload else piece.prefix_len), 1)
+        tokens += piece.num_physical_tokens
+        forwards += 1 + len(make_waves([piece], min(wave_tokens or left, left)))
+    return tokens, forwards
+
+
 def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
     """Whether waves of `wave_tokens` leave some of the budget to prefixes; with `offload`, whether a wave fits it.
     `make_plan` ignores a `wave_tokens` that does not, and readers of users' options refuse it."""
@@ -119,6 +111,7 @@ def make_plan(
     wave_tokens: int | None = None,
     offload: bool = False,
     least_wave: int = 1,
+    nests: bool = True,
 ) -> Plan:
     """Makes one rank's plan. What is alive at once fits the budget, unless one row alone exceeds it; on a pipeline of
     several stages that is what `at_once` is for.
@@ -132,6 +125,8 @@ def make_plan(
             leave less of the budget. None: what prefixes leave.
         offload: prefixes wait in host memory during the waves, and do not count.
         least_wave: tokens that a wave may always have, whatever prefixes leave.
+        nests: passes may be nested in phases A, where a tree's strands fit none or leave little to waves. False on a
+            pipeline of several stages, which runs phases A apart.
 
     Raises:
         ValueError: the schedule is none of these.
@@ -144,7 +139,15 @@ def make_plan(
         wave_tokens = None
     room = prefix_room(budget, wave_tokens, offload)
     to_pack = [_pieces(group, budget) for group, fit in zip(live, fits, strict=True) if fit]
-    to_phase = [_pieces(group, room, suffixes=False) for group, fit in zip(live, fits, strict=True) if not fit]
+    nested: list[PhasedPass] = []
+    to_phase: list[list[Group]] = []
+    for group in (group for group, fit in zip(live, fits, strict=True) if not fit):
+        pieces = _pieces(group, room, suffixes=False)
+        found = Nesting(group, budget, wave_tokens, offload) if nests else None
+        if found and found.is_better(*_one_level(pieces, budget, wave_tokens, offload)):
+            nested.append(found.passes())
+        else:
+            to_phase.append(pieces)
     packed = first_fit([*chain(*to_pack)], lambda group: group.num_physical_tokens, budget)
     passes: list[PackedPass | PhasedPass] = [PackedPass(tuple(pass_order(members))) for members in packed]
     for members in _phased_sets([*chain(*to_phase)], room, sys.maxsize if offload else budget):
@@ -153,11 +156,8 @@ def make_plan(
         left = max(budget - resident, least_wave)
         waves = make_waves(ordered, min(wave_tokens or left, left))
         passes.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
-    return Plan(
-        tuple(passes),
-        split_groups=sum(len(of_group) > 1 for of_group in [*to_pack, *to_phase]),
-        idle_groups=tuple(group for group in groups if not group.num_suffix_tokens),
-    )
+    plan = Plan((*passes, *nested), idle_groups=tuple(group for group in groups if not group.num_suffix_tokens))
+    return replace(plan, recomputed_tokens=plan.num_physical_tokens - sum(group.num_physical_tokens for group in live))
 
 
 def limit_waves(plan: Plan, tokens: int) -> Plan:
@@ -168,8 +168,14 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
     """
     if largest_wave(plan) <= tokens:
         return plan
-    phased = (replace(one, waves=make_waves(one.groups, tokens)) for one in plan.phased)
-    return replace(plan, passes=(*plan.packed, *phased))
+
+    def limited(one: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
+        if isinstance(one, PackedPass):
+            return one
+        waves = make_waves(one.groups, tokens) if one.waves else ()
+        return replace(one, waves=waves, nested=tuple(map(limited, one.nested)))
+
+    return replace(plan, passes=tuple(map(limited, plan.passes)))
 
 
 def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Sequence[float]]) -> Plan:
@@ -179,17 +185,47 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
         plan: this rank's.
         reduce_max: element-wise maximum over ranks of a list, equally long on every rank.
     """
-    packed, phased = plan.packed, sorted(plan.phased, key=lambda one: -len(one.waves))
+    packed, phased = plan.packed, _largest_first(plan.phased)
     most = reduce_max([len(packed), len(phased), -(plan.at_once or math.inf)])
-    num_packed, num_phased = map(int, most[:2])
-    packed += [PackedPass()] * (num_packed - len(packed))
-    phased += [PhasedPass()] * (num_phased - len(phased))
-    if phased:
-        counts = iter(reduce_max([x for one in phased for x in (len(one.waves), one.reads_strands)]))
-        phased = [
-            replace(one, waves=one.waves + ((),) * (int(count) - len(one.waves)), reads_strands=bool(reads))
-            for one, count, reads in zip(phased, counts, counts, strict=True)
-        ]
-    if not packed and not phased:
-        packed = [PackedPass()]
-    return replace(plan, passes=(*packed, *phased), at_once=int(-most[2]) if math.isfinite(most[2]) else None)
+    phased = _same_shapes(_padded(phased, int(most[1]), PhasedPass()), reduce_max)
+    passes: list[PackedPass | PhasedPass] = [*_padded(packed, int(most[0]), PackedPass()), *phased]
+    at_once = int(-most[2]) if math.isfinite(most[2]) else None
+    return replace(plan, passes=tuple(passes) or (PackedPass(),), at_once=at_once)
+
+
+def _same_shapes(
+    phased: Sequence[PhasedPass], reduce_max: Callable[[Sequence[float]], Sequence[float]]
+) -> list[PhasedPass]:
+    """Phased passes of one depth, equally many on every rank, with equally many waves and nested passes."""
+    if not phased:
+        return []
+    parts = (packed_and_phased(one.nested) for one in phased)
+    split = [(packed, _largest_first(inner)) for packed, inner in parts]
+    counts = iter(
+        reduce_max(
+            [
+                x
+                for one, (packed, inner) in zip(phased, split, strict=True)
+                for x in (len(one.waves), one.reads_strands, len(packed), len(inner))
+            ]
+        )
+    )
+    same, nested = [], []
+    for one, (packed, inner) in zip(phased, split, strict=True):
+        waves, reads, num_packed, num_inner = (int(next(counts)) for _ in range(4))
+        same.append(replace(one, waves=one.waves + ((),) * (waves - len(one.waves)), reads_strands=bool(reads)))
+        nested.append((_padded(packed, num_packed, PackedPass()), _padded(inner, num_inner, PhasedPass())))
+    following = iter(_same_shapes([one for _, inner in nested for one in inner], reduce_max))
+    return [
+        replace(one, nested=(*packed, *(next(following) for _ in inner)))
+        for one, (packed, inner) in zip(same, nested, strict=True)
+    ]
+
+
+def _largest_first(phased: Sequence[PhasedPass]) -> list[PhasedPass]:
+    """So that ranks run the deepest ones beside each other."""
+    return sorted(phased, key=lambda one: (-one.depth, -len(one.nested), -len(one.waves)))
+
+
+def _padded(passes: Sequence[Pass], length: int, dummy: Pass) -> list[Pass]:
+    return [*passes, *[dummy] * (length - len(passes))]

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 COUNTS = [
     f"prefix/{name}"
     for name in (
-        "groups", "stock_rows", "log_prob_stock_rows", "tokens_saved", "recomputed_groups", "packed_passes", "waves",
+        "groups", "stock_rows", "log_prob_stock_rows", "tokens_saved", "recomputed_tokens", "packed_passes", "waves",
         "split_uids", "exchanged_rows", "exchanged_mib", "nonfinite_passes", "zero_advantage_rows",
     )
 ]  # fmt: skip
@@ -184,7 +184,7 @@ class StepMetrics:
 def plan_metrics(rows: BatchRows, groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dict[str, float]:
     """This rank's prefix/* metrics of one mini-batch, in which rows of padding share nothing."""
     groups = rows.without_padding(groups)
-    passes = rows.without_padding([group for one in plan.passes for group in one.groups])
+    computed = [pair for one in plan.every for pair in one.tokens_of_groups if rows.without_padding(pair[:1])]
     num_logical = sum(group.num_logical_tokens for group in groups)
     shared = [group for group in groups if group.is_shared]
     peak = schedule.meter.phase_b_peak
@@ -196,9 +196,10 @@ def plan_metrics(rows: BatchRows, groups: Sequence[Group], plan: Plan, schedule:
         "prefix/tree_depth": max(
             (len([*group.strands_before(fork)]) for group in groups for fork in group.forks), default=0
         ),
-        "prefix/tokens_saved": num_logical - sum(group.num_physical_tokens for group in passes),
-        "prefix/recomputed_groups": plan.split_groups,
-        "prefix/packed_passes": len(plan.packed),
+        "prefix/tokens_saved": num_logical - sum(tokens for _, tokens in computed),
+        "prefix/pass_depth": plan.depth,
+        "prefix/recomputed_tokens": plan.recomputed_tokens,
+        "prefix/packed_passes": plan.num_steps - len(plan.waves),
         "prefix/waves": len(plan.waves),
         "prefix/offloaded_gib": schedule.meter.transfers["host_bytes"] / 2**30,
         **{f"timing_s/prefix_{phase}": seconds for phase, seconds in schedule.meter.seconds.items()},

@@ -16,6 +16,7 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.groups import Group
+from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.waves import make_plan
 from verl_prefix.engine.backend import Backend
@@ -151,8 +152,11 @@ class Verification:
             return responses(backend.stock_batch(rows_alone.data, falling, forward_only))
 
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
-            # Several waves read one prefix, and their gradients add up.
+            # Several waves read one prefix, and their gradients add up; in a tree those of nested passes.
             plan = make_plan([group], budget, path, wave_tokens=1)
+            if path == "phased" and backend.memory(self._options).stages == 1:
+                deepest = Nesting(group, budget, 1, offload=False).deepest()
+                plan = Plan((deepest,)) if deepest else plan
             falls = Loss(falling, fields={"temperature", "verify_weight"})
             output, _ = self._run_plan(rows, [group], plan, falls, forward_only, pass_type=pass_type)
             return responses(output)
@@ -226,16 +230,28 @@ def _of_rows(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
     return found
 
 
+def _shared(group: Group, first: tuple[int, int], second: tuple[int, int]) -> int:
+    """Number of tokens that the last rows of two units share."""
+    forks = (group.forks[unit[1] - 1] for unit in (first, second))
+    one, another = ({strand: end for strand, _, end in group.strands_before(fork)} for fork in forks)
+    return max((min(end, another[strand]) for strand, end in one.items() if strand in another), default=0)
+
+
 def _cheapest(groups: Sequence[Group], num_rows: int) -> Group:
     """The cheapest group whose longest rows have enough response tokens to compare, cut to those rows: two, or more
-    where a rank has so many rows that three passes over them are an eighth of its update."""
-    most_rows = max(2, min(_MOST_ROWS, num_rows // 24))
+    where a rank has so many rows that three passes over them are an eighth of its update. Of a tree three at least: the
+    longest, and those that share the most and the least with it, so that passes nest."""
 
     def longest(group: Group) -> Group:
         units = sorted(group.units(), key=lambda unit: -sum(group.suffix_lens[slice(*unit)]))
-        tokens = [sum(sum(group.suffix_lens[slice(*unit)]) for unit in units[:n]) for n in range(2, most_rows)]
-        count = next((n for n, sum_ in enumerate(tokens, start=2) if sum_ >= _ENOUGH_TOKENS), most_rows)
-        return group.of([row for unit in units[:count] for row in range(*unit)]).pruned()
+        least_rows = 3 if len(group.strands) > 1 and len(units) > 2 else 2
+        if least_rows == 3:
+            farthest, *between, nearest = sorted(units[1:], key=lambda unit: _shared(group, units[0], unit))
+            units = [units[0], nearest, farthest, *(unit for unit in units if unit in between)]
+        most_rows = max(least_rows, min(_MOST_ROWS, num_rows // 24))
+        tokens = [sum(sum(group.suffix_lens[slice(*unit)]) for unit in units[:n]) for n in range(least_rows, most_rows)]
+        count = next((n for n, sum_ in enumerate(tokens, start=least_rows) if sum_ >= _ENOUGH_TOKENS), most_rows)
+        return group.of(sorted(row for unit in units[:count] for row in range(*unit))).pruned()
 
     sampled = [longest(group) for group in groups]
     shared = [group for group in sampled if group.is_shared] or sampled

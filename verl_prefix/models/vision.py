@@ -173,7 +173,7 @@ class PixelBatch:
         patches, grids, indices = [], [], []
         start = 0
         for group in groups:
-            for strand in group.strands:
+            for strand in group.strands[group.outer :]:
                 for kind, values, grid in PIXELS:
                     positions = self._tokens(strand.row, kind, strand.start, strand.end)
                     if len(positions):

@@ -4,7 +4,8 @@ How many tokens go through lm_head, are read and sent follows from lengths; whic
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from verl_prefix.core import forward
 from verl_prefix.core.forward import _OUTPUTS, PackedForward
+from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
@@ -21,18 +23,30 @@ from verl_prefix.core.sequence_parallel import Shards
 class CountedForward(PackedForward):
     """The forward, which on fake tensors knows by count alone what rows read of strands."""
 
-    def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
+    def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         if layout.reads is None or not isinstance(layout.places, FakeTensor):
-            return super()._read(outputs, layout, cache)
-        total, own = len(layout.reads.tokens), outputs.shape[0]
-        left = total - own if cache is not None else 0
+            return super()._read(outputs, layout, caches)
+        total, left = len(layout.reads.tokens), sum(map(functools.partial(_read_around, layout), layout.groups))
         own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
-        if cache is None or not left:
+        if not left:
             return own_read
+        sources = zip(layout.sources, caches, strict=False)  # of several, the innermost stands for all
+        cache = [cache for source, cache in sources if source.reads is not None][-1]
         (of_strands,) = cache.read(_OUTPUTS)
         at = outputs.new_empty(left, dtype=torch.int64)
         read = ReadPrefix.apply(of_strands, at, cache, _OUTPUTS)
         return torch.cat([own_read, read])
+
+
+def _read_around(layout: Layout, group: Group) -> int:
+    """How many outputs rows read of strands that packed rows around this one compute."""
+    around = len(group.strands) if layout.in_wave else group.outer
+    return sum(
+        max(end - max(start, first), 0)
+        for fork, first in zip(group.forks, group.first_outputs, strict=True)
+        for strand, start, end in group.strands_before(fork)
+        if strand < around
+    )
 
 
 class CountedShards(Shards):

@@ -8,10 +8,10 @@ synchronisation, the log-probs of logits; with flash-attn's cross entropy, whose
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim import adam
 
 from verl_prefix.auto.chooser import CostModel
-from verl_prefix.auto.cost import Memory, PassCost, Rates, may_have_all_logits, may_keep_attention
+from verl_prefix.auto.cost import Memory, PassCost, may_have_all_logits, may_keep_attention
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Segment
@@ -27,9 +27,8 @@ from verl_prefix.core.forward import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
+from verl_prefix.core.plan import Plan, first_fit
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.simulate import experts, scans
@@ -38,31 +37,11 @@ from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.megatron import MegatronModel
 from verl_prefix.tools.simulate.model import FakeHookedModel, build_model, outputs_of, tell_sites, with_adapters
 from verl_prefix.tools.simulate.operations import KERNEL
+from verl_prefix.tools.simulate.thin import RATES, thin, thinned
 from verl_prefix.tools.simulate.tower import TowerPixels, num_patches, prepare_tower
 from verl_prefix.tools.simulate.tracker import Tracker
 
-Item = TypeVar("Item")
-
-_RATES = Rates()
 BACKWARD = "backward"  # the phase inside those of passes, where a pipeline's stages run them
-
-
-def thin(
-    items: Sequence[Item], cost: Callable[[Item], float], kept: int, last_alone: bool = False
-) -> list[tuple[Item, float]]:
-    """About `kept` of the items, in their order, and how many times each counts: the costliest of all, and of every
-    further share of them by cost the costliest, which stands for its share.
-
-    Args:
-        last_alone: the last item does what no other does, and counts once.
-    """
-    if last_alone and items:
-        return [*thin(items[:-1], cost, kept), (items[-1], 1.0)]
-    order = sorted(range(len(items)), key=lambda i: -cost(items[i]))
-    size = -(-len(order) // kept)
-    shares = [order[start : start + size] for start in range(0, len(order), size)] if order else []
-    weights = {share[0]: sum(cost(items[i]) for i in share) / cost(items[share[0]]) for share in shares}
-    return [(items[i], weights[i]) for i in sorted(weights)]
 
 
 def memory_of(job: Job, arm: Arm) -> Memory:
@@ -225,7 +204,7 @@ class Simulation:
     def _shared(self, arm: Arm, budget: int, update: bool) -> None:
         job = self.job
         whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
-        plan, weights = self._thin(whole, update)
+        plan, weights = thinned(whole, self.shape, self._seeing, job.kept if update else 1, job.no_sync)
         may_keep = job.stages == 1 and may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
         may_have_all = may_have_all_logits(self.shape, job.logits_chunk, one_copy=job.reads_logits_once)
         all_logits = update and arm.all_logits and may_have_all
@@ -251,29 +230,6 @@ class Simulation:
         self.tracker.read()  # losses and metrics of all passes
         self.transfers = schedule.meter.transfers
 
-    def _thin(self, plan: Plan, update: bool) -> tuple[Plan, dict[tuple[Group, ...], float]]:
-        """The plan with `job.kept` of its packed passes, of its phased ones, and of each one's waves; and weights."""
-
-        def cost(groups: Sequence[Group], **part: bool) -> float:
-            seconds = _RATES.seconds(self.shape, [self.shape.pass_of(groups, **part)])
-            return seconds + (self._seeing([g.rows[0] for g in groups]) if part.get("prefixes", True) else 0.0)
-
-        kept = self.job.kept if update else 1
-        alone = self.job.no_sync and not plan.phased
-        packed = thin(plan.packed, lambda one: cost(one.groups), kept, alone)
-        weights = {one.groups: weight for one, weight in packed}
-        passes: list[PackedPass | PhasedPass] = [one for one, _ in packed]
-        costliest = max(plan.phased, key=lambda one: cost(one.groups), default=None)
-        for phased, weight in thin(plan.phased, lambda one: cost(one.groups), kept, self.job.no_sync):
-            weights[phased.groups] = weight
-            # The costliest phases have the peak; every further ones tell what a wave of theirs costs.
-            most = kept if phased is costliest else -(-kept // 2)
-            waves = thin(phased.waves, lambda wave: cost([piece for _, piece in wave], prefixes=False), most)
-            for wave, of_wave in waves:
-                weights[tuple(piece for _, piece in wave)] = weight * of_wave
-            passes.append(replace(phased, waves=tuple(wave for wave, _ in waves)))
-        return replace(plan, passes=tuple(passes)), weights
-
     def _stock(self, arm: Arm, budget: int, update: bool) -> None:
         job = self.job
         batches = first_fit(range(len(self.lengths)), lambda row: self.lengths[row], budget)
@@ -298,11 +254,11 @@ class Simulation:
     def _cost_of_rows(self, rows: list[int]) -> float:
         tokens = [self.lengths[row] for row in rows]
         pairs = sum(self.shape.pairs(n, 0) for n in tokens)
-        return _RATES.seconds(self.shape, [PassCost(sum(tokens), sum(tokens), pairs)]) + self._seeing(rows)
+        return RATES.seconds(self.shape, [PassCost(sum(tokens), sum(tokens), pairs)]) + self._seeing(rows)
 
     def _seeing(self, rows: Sequence[int]) -> float:
         """Seconds of the tower on what these rows show."""
-        return sum(num_patches(self.grids[row]) for row in rows) * self.shape.tower * _RATES.linear
+        return sum(num_patches(self.grids[row]) for row in rows) * self.shape.tower * RATES.linear
 
     def _micro_batch(self, arm: Arm, batch: list[int], update: bool) -> torch.Tensor:
         job, lengths = self.job, [self.lengths[row] for row in batch]

@@ -1,0 +1,161 @@
+"""Passes that are nested in phases A: random deep trees against HF's own forward of every whole row."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dialogues import ROWS, Dialogue, rollouts
+from families import build, float64_inside  # noqa: F401
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nesting import BROKEN
+from runners import run_shared, run_stock
+from short_chunks import short_chunks
+from tree_models import FAMILIES, TWINS, error, measure, small  # noqa: F401
+
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
+from verl_prefix.core.waves import make_plan
+from verl_prefix.testing.rollouts import flatten
+
+
+def deep(d: Dialogue) -> None:
+    """A search whose branches are dialogues: rows leave anywhere, also inside of responses."""
+    prompt = d.some(9)
+
+    def grow(turns: list[torch.Tensor], depth: int) -> None:
+        ends = [len(prompt) - 1]
+        for turn in turns:
+            ends.append(ends[-1] + len(turn))
+        if depth == 0 or len(turns) and int(torch.randint(4, (1,), generator=d.generator)) == 0:
+            d.row(prompt, response=torch.cat([*turns, d.some(1, 7)]), cuts=ends)
+        for _ in range(depth and int(torch.randint(1, 4, (1,), generator=d.generator))):
+            grow([*turns, d.some(1, 9)], depth - 1)
+
+    grow([], 4)
+
+
+deep_rows = [*ROWS, deep]
+
+
+def plan_of(batch, budget: int, schedule: str = "phased", **options) -> Plan:
+    groups = flatten(batch, torch.device("cpu"))[2]
+    return make_plan(groups, budget, schedule, **options)
+
+
+@settings(max_examples=300)
+@given(
+    rows=st.sampled_from(deep_rows), seed=st.integers(0, 2**20), budget=st.integers(8, 300),
+    schedule=st.sampled_from(["phased", "auto"]), wave_tokens=st.none() | st.integers(1, 40), offload=st.booleans(),
+)  # fmt: skip
+def test_what_nests_is_computed_once_and_fits(rows, seed, budget, schedule, wave_tokens, offload):
+    batch = rollouts(rows, seed)
+    options = dict(wave_tokens=wave_tokens, offload=offload)
+    groups = flatten(batch, torch.device("cpu"))[2]
+    plan, cut = (make_plan(groups, budget, schedule, nests=nests, **options) for nests in (True, False))
+    assert plan.num_physical_tokens <= cut.num_physical_tokens
+    rows_of = sorted(row for one in plan.passes for group in one.groups for row in group.rows)
+    assert rows_of == sorted(row for one in cut.passes for group in one.groups for row in group.rows)
+    seen = []
+    longest = max(map(sum, zip(map(len, batch.prompts), map(len, batch.responses), strict=True)))
+
+    def walk(one: PackedPass | PhasedPass, alive: int) -> None:
+        if isinstance(one, PackedPass):
+            seen.extend(row for group in one.groups for row in group.rows)
+            assert alive + one.num_tokens <= max(budget, longest)
+            return
+        seen.extend(row for wave in one.waves for _, piece in wave for row in piece.rows)
+        for nested in one.nested:
+            walk(nested, alive if offload else alive + sum(group.prefix_len for group in one.groups))
+
+    for one in plan.passes:
+        if isinstance(one, PhasedPass) and one.nested:
+            walk(one, 0)
+            assert sum(each.num_tokens for each in Plan((one,)).every) == _whole(groups, one).num_physical_tokens
+            wanted = sorted(row for group in one.groups for row in group.rows)
+            assert sorted(seen) == wanted
+            seen.clear()
+
+
+def _whole(groups, one):
+    return next(group for group in groups if group.rows[0] in one.groups[0].rows)
+
+
+RUNS = {
+    "nested": dict(budget=40),
+    "nested deeper": dict(budget=24),
+    "checkpointed": dict(budget=30),
+    "reentrant": dict(budget=30),
+    "kept attention": dict(budget=30, keep_attention=True),
+    "offloaded": dict(budget=24, offload=True),
+    "chunks": dict(budget=30, logits_chunk=3),
+}
+CHECKPOINTED = {"checkpointed": False, "reentrant": True, "kept attention": False}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=pytest.mark.ci if one in TWINS else ()) for one in FAMILIES]
+)
+def test_nested_passes_equal_hf(family, float64_inside):  # noqa: F811
+    model = build(family, torch.float64)
+    float64_inside(model)
+    batch = rollouts(deep, 5)
+    errors = {}
+    with short_chunks():
+        truth = measure(model, lambda: run_stock(model, batch))
+        for name, options in RUNS.items():
+            assert plan_of(batch, options["budget"], offload=options.get("offload", False)).depth > 1
+            if name in CHECKPOINTED:
+                kind = {"use_reentrant": CHECKPOINTED[name]}
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
+            ours = measure(model, lambda options=options: run_shared(model, batch, "phased", **options))
+            model.gradient_checkpointing_disable()
+            errors[name] = error(ours, truth)
+    assert max(errors.values()) < 1e-9, errors
+
+
+@pytest.mark.parametrize("draws", [15, pytest.param(100, marks=pytest.mark.ci)])
+def test_any_deep_rows_in_any_nesting_equal_hf(small, draws):  # noqa: F811
+    """Where only some outputs are read, weights of the others are 0."""
+
+    @settings(max_examples=draws)
+    @given(
+        rows=st.sampled_from(deep_rows), seed=st.integers(0, 2**20), budget=st.integers(8, 120),
+        wave_tokens=st.none() | st.integers(1, 40), share_read=st.floats(0, 1), offload=st.booleans(),
+    )  # fmt: skip
+    def run(rows, seed, budget, wave_tokens, share_read, offload) -> None:
+        batch = rollouts(rows, seed)
+        generator = torch.Generator().manual_seed(seed)
+        is_read = [torch.rand(len(w), generator=generator) < share_read for w in batch.weights]
+        batch = dataclasses.replace(batch, weights=[w * read for w, read in zip(batch.weights, is_read, strict=True)])
+        truth, gradient = measure(small, lambda: run_stock(small, batch))
+
+        def edit(tokens, plan):
+            places = [F.pad(read, (len(p) - 1, 1)) for p, read in zip(batch.prompts, is_read, strict=True)]
+            return dataclasses.replace(tokens, is_read=torch.cat(places))
+
+        options = dict(budget=budget, wave_tokens=wave_tokens, edit=edit, offload=offload)
+        ours, our_gradient = measure(small, lambda: run_shared(small, batch, "phased", **options))
+        read = torch.cat(is_read)
+        assert torch.allclose(ours[read], truth[read], rtol=0, atol=1e-9)
+        assert torch.allclose(our_gradient, gradient, rtol=0, atol=1e-9 * max(1, gradient.abs().max().item()))
+
+    run()
+
+
+# Each misses by 100 tolerances at least, or the tests above prove nothing.
+@pytest.mark.parametrize("broken", BROKEN)
+def test_broken_nesting_is_far_off(monkeypatch, broken):
+    model, batch = build("qwen3", torch.float64), rollouts(deep, 5)
+    assert plan_of(batch, 24).depth > 2
+    truth = measure(model, lambda: run_stock(model, batch))
+    broken(monkeypatch)
+    ours = measure(model, functools.partial(run_shared, model, batch, "phased", budget=24))
+    assert error(ours, truth) > 100 * 5e-6
+
+
+def test_nothing_is_nested_where_one_level_computes_as_little_in_as_few_passes():
+    for rows in ROWS:
+        batch = rollouts(rows)
+        assert plan_of(batch, 10**6) == make_plan(flatten(batch, torch.device("cpu"))[2], 10**6, "phased")

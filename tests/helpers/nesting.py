@@ -1,0 +1,60 @@
+"""Nested passes that are wrong on purpose: each takes a `pytest.MonkeyPatch`."""
+
+from verl_prefix.core import attention
+from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.schedule import Schedule
+
+
+def gradients_of_the_outermost_dropped(patch):
+    """What passes two levels deeper send back to a strand."""
+    backward = attention.GroupedAttention.backward
+
+    def dropped(ctx, dout):
+        layout, kernel, params, caches, layer = ctx.args
+        if len(caches) > 1:
+            ctx.args = layout, kernel, params, (_Deaf(caches[0]), *caches[1:]), layer
+        return backward(ctx, dout)
+
+    patch.setattr(attention.GroupedAttention, "backward", staticmethod(dropped))
+
+
+class _Deaf:
+    def __init__(self, cache):
+        self.read = cache.read
+
+    def add_grad(self, *args):
+        pass
+
+
+def cache_freed_a_phase_early(patch):
+    """A nested pass's phase C takes what was sent back to the phase A around it so far."""
+    made, backward, open_ = Schedule.prefix_cache, PrefixCache.backward, []
+
+    def kept(self, device):
+        open_.append(made(self, device))
+        return open_[-1]
+
+    def early(self, *args):
+        for cache in open_[: open_.index(self)]:
+            cache._grad.clear()
+        open_.remove(self)
+        backward(self, *args)
+
+    patch.setattr(Schedule, "prefix_cache", kept)
+    patch.setattr(PrefixCache, "backward", early)
+
+
+def gradients_of_siblings_counted_twice(patch):
+    """What the first nested pass sends back is there again for the second."""
+    packed = Schedule._packed
+
+    def twice(self, tokens, planned, around, last):
+        yield from packed(self, tokens, planned, around, last)
+        for total in around.caches[0]._grad.values() if around else ():
+            for one in total:
+                one.mul_(2)
+
+    patch.setattr(Schedule, "_packed", twice)
+
+
+BROKEN = [gradients_of_the_outermost_dropped, cache_freed_a_phase_early, gradients_of_siblings_counted_twice]
