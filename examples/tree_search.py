@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl_prefix import phased_update, response_log_probs
 
+COST = "About 30 seconds on two idle cores; nothing is downloaded."
+
 
 def search(model: torch.nn.Module, prompt: torch.Tensor, ways: list[int], turn: int) -> list[torch.Tensor]:
     """The leaves' whole rows, [prompt + turns] each, siblings beside each other."""
@@ -32,13 +34,15 @@ def search(model: torch.nn.Module, prompt: torch.Tensor, ways: list[int], turn: 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=COST, allow_abbrev=False)
     parser.add_argument("--model", help="a causal LM's name or folder; a random small Llama if left out")
     parser.add_argument("--ways", type=int, nargs="+", default=[3, 3, 2], help="continuations of each level's turns")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--turn-len", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
     args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     sizes = dict(vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8)
     auto = AutoModelForCausalLM

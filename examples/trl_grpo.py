@@ -166,7 +166,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="json of GRPOConfig")
     for name, default in {"prompts": 1, "group": 8, "prompt-words": 400, "response-len": 24, "steps": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
     args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
     prompts = [
         " ".join(f"The {i + j * 37 % 101}. river meets the {j}. town." for j in range(args.prompt_words // 6))
         for i in range(8 * args.prompts * args.steps)

@@ -179,7 +179,7 @@ def test_a_ratio_that_is_uneven_or_of_one_step_is_not_there(run: Callable) -> No
     for last, even in ((5.9, True), (6.1, False)):
         _, text, report = run(last_stock={"timing_s/update_actor": 9 * last})
         assert report["ratios"]["update_actor"]["ratios"] == pytest.approx([4.0, last])
-        assert (report["ratios"]["update_actor"]["ratio"] is not None) == even
+        assert (report["ratios"]["update_actor"]["ratio"] is not None) == even == ("uneven \u2502" not in text)
         assert ("update_actor is 4.00 to 6.10 over the steps: too uneven for a ratio" in text) == (not even)
         assert report["ratios"]["ref"]["ratio"] == 4.0
 
@@ -276,6 +276,32 @@ def test_a_second_demo_in_the_same_folder_is_refused(
         with pytest.raises(SystemExit) as refused:
             demo.main()
     assert refused.value.code == 2 and "another demo is writing to" in capsys.readouterr().err
+
+
+def test_a_run_leaves_the_report_of_another_alone_and_says_how_long_it_takes(
+    demo_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import demo
+
+    for name in ("run", "run-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text(name)
+    monkeypatch.setattr(demo, "run_arm", lambda *_: sys.exit(7))
+    monkeypatch.setattr(demo, "smollm2", lambda _: "model")
+    monkeypatch.setattr(os, "getloadavg", lambda: (5.2, 0.0, 0.0))
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path / "run")])
+    with pytest.raises(SystemExit):
+        demo.main()
+    assert {path.read_text() for path in tmp_path.rglob("report.json")} == {"run", "run-2"}
+    said = capsys.readouterr().out
+    assert f"report in {tmp_path}/run-3\nabout 6 minutes on two idle cores; other work keeps 5.2 cores busy" in said
+
+
+def test_numbers_that_are_zero_to_rounding_have_no_relative_difference(run: Callable) -> None:
+    _, text, _ = run(stock={"actor/pg_loss": 1e-8}, prefix={"actor/pg_loss": -3e-8})
+    (row,) = [line.split("\u2502")[1:-1] for line in text.splitlines() if "actor/pg_loss" in line]
+    assert [cell.strip() for cell in row] == ["actor/pg_loss", "1e-08", "-3e-08", "both 0"]
+    assert "equal" in next(line for line in text.splitlines() if "actor/entropy" in line)
 
 
 def test_a_tiny_model_is_written_without_a_bar(

@@ -164,9 +164,8 @@ def test_a_small_budget_makes_phases_and_nothing_shared_gains_nothing(folder):
 def test_what_the_driver_refuses_is_said_and_is_the_exit_code(folder, capsys, tmp_path):
     words = overrides(folder, "actor_rollout_ref.actor.shuffle=true", "model_engine=dp")
     assert cli.main(["plan", "--response-lengths", "20,4", "--out", str(tmp_path / "plan.json"), *words]) == 1
-    first, second = capsys.readouterr().out.splitlines()[:2]
+    (first,) = capsys.readouterr().out.splitlines()
     assert first.startswith("Not possible: actor_rollout_ref.actor.shuffle=True")
-    assert second == "lengths"
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["verdict"] == first == f"Not possible: {written['unsupported'][0]}"
     assert written["versions"]["verl"] and written["device"] and "commit" in written["git"]
@@ -318,9 +317,9 @@ def test_names_that_verl_does_not_know_are_refused(folder, word, says):
 
 def test_what_is_set_is_not_told_again(folder):
     assert "set model_engine=prefix" in built_as_it_is(folder)["verdict"]
-    assert build(folder, "model_engine=prefix")["verdict"].endswith("GiB (h100)")
+    assert build(folder, "model_engine=prefix")["verdict"].endswith(" if rollout is half of it")
     stock = build(folder, "+model_engine=prefix", f"{PREFIX}.schedule=stock")["verdict"]
-    assert stock.endswith(f"(h100): set {PREFIX}.schedule=auto")
+    assert stock.endswith(f" if rollout is half of it: set {PREFIX}.schedule=auto")
 
 
 SCRIPT = """
@@ -394,7 +393,6 @@ def test_no_loop_of_a_script_goes_on_behind_it(tmp_path, monkeypatch, text):
     [
         (["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"], 0.5),
         (["actor_rollout_ref.actor.fsdp_config.offload_policy=true"], 0.0),
-        (["actor_rollout_ref.actor.freeze_vision_tower=true"], 1.0),  # refused, of a model without one
         (["actor_rollout_ref.model.lora_rank=1"], 0.26),
         (["actor_rollout_ref.model.lora.rank=1"], 0.26),
     ],
@@ -467,6 +465,38 @@ def test_a_script_that_is_called_is_read_with_what_is_exported(tmp_path, monkeyp
     Path("run.sh").write_text("export N=7\nLOCAL=9\n" + call.format(name=name, quoted=f'"$(dirname $0)/{name}"'))
     found = script.expanded(["run.sh"])
     assert found == [*RUN.split(), "n=7", "m=3", "local=", f"f={tmp_path}/sub/t", "a=1"]
+
+
+SOURCED = """N=7; export PATH=/opt:$PATH
+declare -a MORE=(m=3 "t=a b")
+HERE=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+{ date; echo; } > log
+[[ $1 != 9 ]] || return
+run() { "$@" here=$HERE first=$1 n=$N; }
+source ./sub/deep.sh
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f'source sub/env.sh\n{RUN} n=$N "${{MORE[@]}}" d=$DEEP', ["n=7", "m=3", "t=a b", "d=5"]),
+        (f'. "$(dirname $0)/sub/env.sh" || exit 1\nrun {RUN}', ["here={folder}/sub", "first=python3", "n=7"]),
+        (f"cd sub; source env.sh 9\n{RUN} n=$N f=$(type -t run)", ["n=7", "f="]),
+        ("set -a; . sub/env.sh; set +a\nbash sub/train.sh", ["n=7"]),
+        ("source sub/train.sh", ["n="]),
+    ],
+)
+def test_a_file_that_is_sourced_is_read(tmp_path, monkeypatch, text, found):
+    monkeypatch.chdir(tmp_path)
+    Path("sub").mkdir()
+    Path("sub/env.sh").write_text(SOURCED)
+    Path("sub/deep.sh").write_text("typeset DEEP=5")
+    Path("sub/train.sh").write_text(f"{RUN} n=$N")
+    Path("run.sh").write_text(text)
+    words = script.expanded(["run.sh"])
+    assert [word for word in words if "=" in word] == [word.format(folder=tmp_path) for word in found]
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["deep.sh", "env.sh", "run.sh", "train.sh"]
 
 
 def test_our_own_recipe_that_calls_another_is_read():
@@ -544,7 +574,7 @@ def test_json_stands_alone_on_stdout(folder, capsys, tmp_path):
         ("--gpu h100,capacity=1e6", "Worth it, but does not fit: update {update:.2f}x, step about"),
         (
             "--shares update=0.5,old=0.1",
-            "Worth it: update {update:.2f}x, step {step:.2g}x, fits in {needed:.3g} of 80 ",
+            "Worth it: update {update:.2f}x, step {step:.2g}x: set model_engine=prefix\nFits in {needed:.3g} of 80 ",
         ),
         ("+platform=cpu --shares update=0.5", "Worth it: update {update:.2f}x, step {step:.2g}x: set model_engine"),
     ],
@@ -554,10 +584,11 @@ def test_the_first_line_is_the_verdict(folder, capsys, tmp_path, words, first):
     assert cli.main(["plan", "--out", str(out), *overrides(folder), *words.split()]) == 0
     found, told = json.loads(out.read_text()), capsys.readouterr().out.splitlines()
     line = told[0]
+    assert words or len(line) <= 90, "as wide as GitHub shows it"
     assert {"lengths", "FLOPs of verl's path over ours; the slowest rank counts"} <= set(told), "titles of tables"
     gains = {name: found["speedup"].get(name, 0) for name in ("update", "step")}
     assert line == found["verdict"]
-    assert line.startswith(first.format(**gains, needed=found["resident_gib"] + found["added_gib"]["auto"]))
+    assert "\n".join(told).startswith(first.format(**gains, needed=found["resident_gib"] + found["added_gib"]["auto"]))
     assert found["worth_it"] == line.startswith("Worth it")
 
 
@@ -591,7 +622,7 @@ def test_the_change_that_gains_most_gains_what_its_own_plan_says(folder, tmp_pat
     file = f"data.train_files={tmp_path}/train.parquet"
     found = build(folder, file, *words.split(), responses=None)
     if expected is None:
-        assert found["change"] is None and found["advice"] == "No change that was tried gains 2 % more"
+        assert found["change"] is None and found["advice"].endswith("\nNo change that was tried gains 2 % more")
         return
     change = found["change"]
     assert change["overrides"] == [expected] and change["instead_of"] == found["speedup"]["update"]
@@ -599,7 +630,7 @@ def test_the_change_that_gains_most_gains_what_its_own_plan_says(folder, tmp_pat
     assert change["update"] == pytest.approx(again["speedup"]["update"], rel=0.01) and change["update"] > 1.1
     assert change["needed_gib"] == again["needed_gib"]
     said = f"Gains most: {expected}, update {change['update']:.2f}x, not {change['instead_of']:.2f}x"
-    assert found["advice"].splitlines()[0] == said
+    assert found["advice"].splitlines()[1] == said
 
 
 def test_what_does_not_fit_is_changed_until_it_does(folder):
@@ -654,9 +685,9 @@ def test_what_tears_prompts_apart_is_priced_and_what_keeps_them_is_told(folder, 
     torn, whole = (build(folder, *more, responses=None) for more in ((sync,), ()))
     assert whole["notes"] == [] and whole["tokens"]["ratio"] > torn["tokens"]["ratio"]
     assert whole["speedup"]["update"] > torn["speedup"]["update"]
-    assert told[1].startswith(f"Gains most: {PREFIX}.trees=batch, update ")
+    assert told[1].startswith("Fits in ") and told[2].startswith(f"Gains most: {PREFIX}.trees=batch, update ")
     gains = (one["speedup"]["update"] for one in (whole, torn))
-    assert told[2] == "Gains too: trainer.v1.trainer_mode=prefix_sync, update {:.2f}x, not {:.2f}x".format(*gains)
+    assert told[3] == "Gains too: trainer.v1.trainer_mode=prefix_sync, update {:.2f}x, not {:.2f}x".format(*gains)
     assert torn["notes"] == [] and not any(line.startswith("warning: ") for line in told)
     (said,) = whole["assumed"]
     assert said.startswith("response lengths are drawn around 16 tokens with a deviation of 8, from 1 to 32")

@@ -66,7 +66,7 @@ def test_every_axis_has_a_unit_every_panel_data_and_a_title(
         assert "FLOP ratio" in [text.get_text() for text in figure.legends[0].get_texts()]
     if kind is demo_report:
         counts = [f"n = {len(row['ratios'])}" for row in found["ratios"].values()]
-        assert [text.get_text().split("\n")[-1] for text in figure.axes[-1].get_xticklabels()] == counts
+        assert [text.get_text().split("\n")[-1] for text in figure.axes[0].get_xticklabels()] == counts
     if kind is render:
         counts = {"log_probs": len(found["steps"]), "update": len(found["steps"]), "optimizer": len(found["steps"]) - 1}
         shown = [text.get_text() for text in figure.axes[3].get_xticklabels()]
@@ -110,14 +110,26 @@ def test_titles_say_what_the_report_says(drawn: list[Figure]) -> None:
     assert "packed is 0.5 to 4.9 times as fast" in _titles(bench.draw, report, drawn)[0]
 
 
-def test_a_reward_that_does_not_move_is_not_drawn(drawn: list[Figure], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_shows_its_reward_what_is_equal_and_its_tokens(
+    drawn: list[Figure], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import demo_report
 
     report = _load("demo_smollm2_cpu.json")
-    assert not any("Reward" in title for title in _titles(demo_report.draw, report, drawn))
-    report["arms"]["stock"]["steps"][2]["data"]["critic/rewards/mean"] = 0.5
-    assert _titles(demo_report.draw, report, drawn)[0] == "Reward (critic/rewards/mean)"
+    report["arms"]["prefix"]["steps"][0]["data"]["actor/grad_norm"] = report["arms"]["stock"]["steps"][0]["data"][
+        "actor/grad_norm"
+    ]
+    report["ratios"]["ref"]["ratio"] = None
+    assert demo_report.draw(report, Path("unused.png"))
+    seconds, equal, reward, *_ = drawn.pop().axes
+    assert equal.get_title() == "Gradient norms are equal in step 1"
+    assert [(text.get_position()[0], text.get_text()) for text in equal.texts] == [(1, "equal")]
+    assert "uneven" in [text.get_text() for text in seconds.texts]
+    low, high = reward.get_ylim()
+    assert reward.get_title() == "Reward (critic/rewards/mean)" and high - low >= 0.1 > 0.01
+    found = _titles(demo_report.draw, _load("demo_tiny_turns_cpu.json"), drawn)
+    assert found[2] == "Trees compute 5.3 times fewer tokens"
 
 
 def test_stock_is_first_in_every_legend(drawn: list[Figure]) -> None:
@@ -135,7 +147,7 @@ def test_a_tolerance_is_a_line(drawn: list[Figure]) -> None:
 
 def test_every_arm_has_a_color_of_its_own() -> None:
     arms = {*bench_options.ARMS, "stock", *ab_options.ARMS}
-    assert arms <= set(plots.COLORS) and {*plots.COLORS} - arms == {"prefix", "ours"}
+    assert arms <= set(plots.COLORS) and {*plots.COLORS} - arms == {"prefix", "ours", "one level", "trees"}
     assert len({to_rgb(plots.COLORS[arm]) for arm in arms}) == len(arms)
     assert all(plots.COLORS[name] == plots.COLORS["auto"] for name in ("prefix", "ours"))
 

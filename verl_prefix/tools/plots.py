@@ -13,9 +13,9 @@ Values = Sequence[float | None]  # None and NaN: nothing is drawn there
 # An arm has one colour in every plot; the engine as it comes is `auto`, also where it is called prefix or ours.
 COLORS = {
     "stock": "0.5", "stock_lean": "0.75", "stock+checkpoint": "0.25", "stock_repacked": "tab:olive",
-    "prefix_grouper": "tab:red", "one_level": "tab:cyan", "packed": "tab:blue", "phased": "tab:orange",
-    "phased+offload": "tab:green", "phased+checkpoint": "tab:brown",
-    "auto": "tab:purple", "prefix": "tab:purple", "ours": "tab:purple",
+    "prefix_grouper": "tab:red", "one_level": "tab:cyan", "one level": "tab:cyan", "packed": "tab:blue",
+    "phased": "tab:orange", "phased+offload": "tab:green", "phased+checkpoint": "tab:brown",
+    "auto": "tab:purple", "prefix": "tab:purple", "ours": "tab:purple", "trees": "tab:purple",
 }  # fmt: skip
 
 
@@ -29,7 +29,10 @@ class Curves:
 
     Attributes:
         unit: of the y axis.
-        limit: (name, tolerance that values have to stay within), a dotted red line.
+        limit: (name, tolerance that values have to stay within), a dotted red line; over so many first steps as
+            `limited`, where it is not of all.
+        zero: stands in a point's place where a value is 0, for which a log axis has none.
+        least: span of the y axis.
     """
 
     title: str
@@ -39,6 +42,9 @@ class Curves:
     x: str = "training step"
     log: bool = False
     limit: tuple[str, float] | None = None
+    limited: int | None = None
+    zero: str = ""
+    least: float = 0.0
 
     def labels(self) -> list[str]:
         return [label for label, ys in self.curves if _known(ys)]
@@ -46,7 +52,10 @@ class Curves:
     def draw(self, axes: Any, colors: dict[str, Any]) -> None:
         from matplotlib.ticker import MaxNLocator
 
-        shown = [(label, [math.nan if y is None else y for y in ys]) for label, ys in self.curves if _known(ys)]
+        of = {0.0} if self.zero else set[float]()  # no points
+        shown = [
+            (label, [math.nan if y is None or y in of else y for y in ys]) for label, ys in self.curves if _known(ys)
+        ]
         for i, (label, ys) in enumerate(shown):
             # Equal curves must all stay visible: the first is the widest, the last is thin and dashed and on top.
             width = 1.5 + 1.5 * (len(shown) - 1 - i)
@@ -55,13 +64,20 @@ class Curves:
             axes.plot(self.steps, ys, label=label, color=colors[label], **style, **marker)
         if self.limit is not None:
             name, limit = self.limit
-            axes.axhline(limit, color="tab:red", lw=1, ls=":", label=name)
+            ends = (self.steps[0] - 0.5, self.steps[(self.limited or 0) - 1] + 0.5)
+            axes.plot(ends, (limit, limit), color="tab:red", lw=1, ls=":", label=name)
         if self.log and any(y > 0 for _, ys in shown for y in ys):
             axes.set_yscale("log")
             low, high = axes.get_ylim()
             if high < 10 * low:  # rounding must not fill the axis
                 middle = math.sqrt(low * high)
                 axes.set_ylim(middle / math.sqrt(10), middle * math.sqrt(10))
+        pairs = (pair for _, ys in self.curves for pair in zip(self.steps, ys, strict=True))
+        for step in {step for step, y in pairs if y == 0 and self.zero}:
+            axes.text(step, 0.04, self.zero, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
+        low, high = axes.get_ylim()
+        if high - low < self.least:
+            axes.set_ylim((low + high - self.least) / 2, (low + high + self.least) / 2)
         axes.set_xlim(self.steps[0] - 0.5, self.steps[-1] + 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set(xlabel=self.x, ylabel=self.unit)

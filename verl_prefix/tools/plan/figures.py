@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.config.engines import CRITIC, slices_of
-from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.compose import Asked, check_batch
 from verl_prefix.tools.plan.notes import notes
@@ -74,7 +73,7 @@ def _of_critic(config: Any, work: Work) -> tuple[Predictor | None, list[str]]:
 
 
 def figures(asked: Asked) -> dict[str, Any]:
-    """The report, as JSON can hold it; without figures where the model is refused.
+    """The report, as JSON can hold it; without figures where the command is refused.
 
     Raises:
         PlanError: the model cannot be read, or something does not fit it.
@@ -83,9 +82,9 @@ def figures(asked: Asked) -> dict[str, Any]:
     check_prefix(config)
     # From here on the model's folder is read.
     reasons = refusals(config, config.trainer.n_gpus_per_node * config.trainer.nnodes)
-    refused = {"unsupported": reasons, "verdict": f"Not possible: {reasons[0]}"} if reasons else {"unsupported": []}
-    if reasons and unsupported_reasons(read_model_config(config)):
-        return {**refused, "notes": []}
+    if reasons:
+        read_model_config(config)  # one that cannot be read is said first
+        return {"unsupported": reasons, "verdict": f"Not possible: {reasons[0]}", "notes": []}
     tokenizer = read_tokenizer(config) if asked.messages or asked.rollouts else None
     dump = read_dump(asked.rollouts, tokenizer)
     has_turns = bool(options.session or dump)
@@ -113,7 +112,7 @@ def figures(asked: Asked) -> dict[str, Any]:
         needed = simulation["arms"][path]["peak_gib"] + (critic.resident_gib if critic else 0)
     return {
         **judge(asked, work, now, trees, price, limit=limit, needed=needed, critic=critic),
-        **refused,
+        "unsupported": [],
         "notes": [*notes(config, work, model, now), *why],
         **_of_rows(work),
         **_of_passes(now, trees),

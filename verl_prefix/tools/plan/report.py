@@ -9,13 +9,10 @@ from verl_prefix.tools.simulate.command import tables
 
 
 def blocks(report: dict[str, Any]) -> list[str | Table]:
-    """Text and tables, the verdict first; of a command that is refused, each reason."""
-    reasons = report["unsupported"]
-    parts: list[str | Table] = [f"# {report['verdict']}", *(f"Not possible: {reason}" for reason in reasons[1:])]
-    if not reasons:
-        parts.append(report["advice"])
-    if "speedup" in report:
-        parts += _figures(report)
+    """Text and tables, the verdict first; of a command that is refused, each reason and nothing else."""
+    if reasons := report["unsupported"]:
+        return [f"# {report['verdict']}", *(f"Not possible: {reason}" for reason in reasons[1:])]
+    parts: list[str | Table] = [f"# {report['verdict']}", report["advice"], *_figures(report)]
     if "simulated" in report:
         parts += tables(report["simulated"])
     return [*parts, *(f"warning: {note}" for note in report["notes"])]

@@ -16,7 +16,8 @@ from verl_prefix.tools.plan.options import MAIN, PlanError
 
 # Restricted bash starts no program by a path and opens no file to write, and it finds no program in an empty PATH. A
 # script goes on where one is missing, or where `set -e` or `exit` would have ended it. A loop in the background that
-# sleeps ends after twenty rounds. A script that it calls is named in the trace, with its environment, and read next.
+# sleeps ends after twenty rounds. A script that it calls is named in the trace, with its environment, and read next; a
+# file that it sources is named there too, and SOURCED holds its text when the script is traced again.
 PRELUDE = """
 ulimit -t {seconds}
 BASH_XTRACEFD={descriptor}
@@ -24,18 +25,29 @@ readonly PS4
 enable -n history fc
 command_not_found_handle() {{ return 0; }}
 command() {{ :; }}
-set() {{ :; }}
+set() {{ case $1 in [-+]a) builtin set "$1" ;; esac; }}
 exit() {{ :; }}
 kill() {{ :; }}
 sleep() {{ (( ++SLEPT < 20 )) || [[ $BASHPID = "$$" ]] || builtin exit; }}
-source() {{ :; }}
-function . {{ :; }}
+source() {{
+  local SCRIPT_SOURCE=$1
+  [[ $1 = /* ]] || SCRIPT_SOURCE=$PWD/$1
+  : SOURCE "$1" "$SCRIPT_SOURCE"
+  shift
+  (( $# )) || builtin set -- "${{SCRIPT_ARGUMENTS[@]}}"
+  eval "${{SOURCED[$SCRIPT_SOURCE]}}"
+}}
+function . {{ source "$@"; }}
 cd() {{ [[ $1 != -- ]] || shift; case $1 in /*) PWD=$1 ;; *) PWD=$PWD/$1 ;; esac; }}
 pwd() {{ echo "$PWD"; }}
 bash() {{ : SCRIPT "$PWD" "$(export -p)" "$@"; }}
 sh() {{ bash "$@"; }}
 dirname() {{ [[ $1 != -- ]] || shift; case $1 in */*) echo "${{1%/*}}" ;; *) echo . ;; esac; }}
+realpath() {{ case ${{!#}} in /*) echo "${{!#}}" ;; *) echo "$PWD/${{!#}}" ;; esac; }}
+readlink() {{ realpath "$@"; }}
 """
+ARGUMENTS = 'SCRIPT_ARGUMENTS=("$@")\n'  # for a file that is sourced without any
+DECLARE = re.compile(r"^([ \t]*(?:declare|typeset))\b", re.M)  # `source` is a function here, where it would be local
 # The end of a block whose output goes to files, { ...; } > log 2>&1: restricted bash would leave the block out.
 TO_FILE = re.compile(
     r"((?:^|[;\s])(?:[})]|done|fi|esac))"
@@ -72,8 +84,10 @@ def expanded(words: list[str]) -> list[str]:
     if not (is_quoted or is_file):
         return words
     named = first if is_file else "the quoted command"
-    text = first if is_quoted else Path(first).read_text(errors="surrogateescape").replace("\0", "")  # as bash does
+    text = first if is_quoted else Path(first).read_text(errors="surrogateescape")
     calls = _trainings(text, [] if is_quoted else [str(Path(first).resolve()), *rest], named)
+    # A function that runs its arguments is in the trace first: run python3 -m ...
+    calls = [words for words in calls if not any(words[1:] == other[: len(words) - 1] for other in calls)]
     trains = [words for i, words in enumerate(calls) if words not in calls[:i]]
     if not trains:
         told = f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written"
@@ -96,7 +110,7 @@ def _trainings(text: str, words: list[str], named: str, depth: int = 0) -> list[
             script, *rest = [*itertools.dropwhile(lambda word: word.startswith("-"), call), ""]
             if (path := Path(folder, script)).is_file():
                 inner = f"{exports}\nSCRIPT_SOURCE=$0\n{path.read_text(errors='surrogateescape')}"
-                found += _trainings(inner.replace("\0", ""), [str(path.resolve()), *rest[:-1]], str(path), depth + 1)
+                found += _trainings(inner, [str(path.resolve()), *rest[:-1]], str(path), depth + 1)
         elif any(name in entry for name in ("main_ppo", "fully_async_main")) and _trains(command := _words(entry)):
             found.append(command)
             if end := next((entry for entry in entries[:i] if re.match(r"exit\b", entry)), None):
@@ -104,9 +118,15 @@ def _trainings(text: str, words: list[str], named: str, depth: int = 0) -> list[
     return found
 
 
+def _sourced(entries: list[str]) -> dict[str, str]:
+    """The files that a script sources: name, as it stands there -> the key of its text in SOURCED, a path."""
+    calls = (_words(entry) for entry in entries if entry.startswith(": SOURCE "))
+    return {words[2]: words[3] for words in calls if len(words) > 3}
+
+
 def _say_what_was_not_read(entries: list[str]) -> None:
-    files = [match[2] for entry in entries if (match := re.match(r"(source|\.) (\S+)", entry))]
-    if files := [file for file in dict.fromkeys(files) if not file.endswith("activate")]:
+    files = [name for name, path in _sourced(entries).items() if not Path(path).is_file()]
+    if files := [name for name in files if not name.endswith("activate")]:
         print(f"note: {', '.join(files)} was not read; what it sets is empty here", file=sys.stderr)
 
 
@@ -120,31 +140,59 @@ def _words(entry: str) -> list[str]:
 
 def _trains(words: list[str]) -> bool:
     """Whether this is a training command, and not one that names it, as an assignment, a test or pkill does."""
-    if not words or words[0] in ("echo", "printf", "[", "[[", "test") or re.match(r"\w+(\[.*\])?\+?=", words[0]):
+    if (
+        not words
+        or words[0] in ("echo", "eval", "printf", "[", "[[", "test")
+        or re.match(r"\w+(\[.*\])?\+?=", words[0])
+    ):
         return False
     pairs = zip(words, words[1:], strict=False)
     return any(MAIN.fullmatch(word) and (before == "-m" or word.endswith(".py")) for before, word in pairs)
 
 
 def _trace(text: str, words: list[str], named: str) -> list[str]:
+    """What bash would run of a script, and of the files that it sources, one entry a command; see `_traced`."""
+    sourced = dict[str, str]()
+    while True:
+        entries = _traced(text, words, named, sourced)
+        found = {path for path in _sourced(entries).values() if Path(path).is_file()} - sourced.keys()
+        if not found:
+            return entries
+        for path in found:
+            sourced[path] = DECLARE.sub(r"\1 -g", _readable(Path(path).read_text(errors="surrogateescape")))
+
+
+def _readable(text: str) -> str:
+    """A script as restricted bash can run it."""
+    text = CALL.sub(r"\1bash ", TO_FILE.sub(r"\1", text.replace("\0", "")))  # bash leaves NUL out as well
+    return text.replace("BASH_SOURCE", "SCRIPT_SOURCE")  # of a file alone bash sets it
+
+
+def _traced(text: str, words: list[str], named: str, sourced: dict[str, str]) -> list[str]:
     """What bash would run of a script, one entry a command.
 
     Args:
         words: its file and its arguments.
+        sourced: texts of the files that it sources, as far as they are known.
 
     Raises:
         PlanError: it does not end, or `set --` makes it arguments that are not followed here.
     """
-    with tempfile.TemporaryFile("w+", errors="surrogateescape") as trace, tempfile.NamedTemporaryFile("w") as prelude:
+    with (
+        tempfile.TemporaryFile("w+", errors="surrogateescape") as trace,
+        tempfile.NamedTemporaryFile("w", errors="surrogateescape") as prelude,
+    ):
         descriptor = fcntl.fcntl(trace.fileno(), fcntl.F_DUPFD, 100)  # scripts use those below 10
         try:
             prelude.write(PRELUDE.format(descriptor=descriptor, seconds=CPU_SECONDS))
+            texts = " ".join(f"[{shlex.quote(path)}]={shlex.quote(inner)}" for path, inner in sourced.items())
+            prelude.write(f"declare -A SOURCED=({texts})\n")
             prelude.flush()
             environment = {"PATH": "/nonexistent", "BASH_ENV": prelude.name, "PS4": "+ ", "LC_ALL": "C.UTF-8"}
             environment["SCRIPT_SOURCE"] = "".join(words[:1])
-            script = CALL.sub(r"\1bash ", TO_FILE.sub(r"\1", text))
-            script = script.replace("BASH_SOURCE", "SCRIPT_SOURCE")  # of a file alone bash sets it
-            script += "\n\nwait"  # behind a last line that ends in a backslash; for a training in the background
+            script = (
+                ARGUMENTS + _readable(text) + "\n\nwait"
+            )  # behind a last line that ends in a backslash; for a training in the background
             bash = subprocess.Popen(
                 ["/bin/bash", "-r", "-x", "-c", script, *words], env=os.environ | environment, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True,

@@ -102,7 +102,7 @@ def judge(
     elif not parts:
         step = f"step about {step.removeprefix('step ')} if rollout is half of it"
     gain = f"update {now.gains[path_of(now)]['update']:.2f}x, {step}"
-    memory = "" if limit == math.inf else f"{needed:.3g} of {limit:.0f} GiB ({asked.options.gpu})"
+    memory = f"{needed:.3g} of {limit:.0f} GiB ({asked.options.gpu})"
     start = "Worth it"
     if work.steps[0].size.rollouts == 1 and not work.turns and config.actor_rollout_ref.actor.prefix.trees != "batch":
         start = "Nothing is shared (a prompt has one response), but lm_head skips prompts"
@@ -111,7 +111,7 @@ def judge(
     elif not fits:
         verdict = f"{start}, but does not fit: {gain}, needs {memory}"
     else:
-        verdict = f"{start}: {gain}{memory and f', fits in {memory}'}"
+        verdict = f"{start}: {gain}"
         ours = engine_of(config.actor_rollout_ref.actor)
         todo = [f"model_engine={ours.name}"] if asked.engine != ours.name else []
         todo += [f"{ACTOR}.prefix.schedule=auto"] if now.schedule == "stock" else []
@@ -119,7 +119,8 @@ def judge(
         verdict += f": {trains}set {' and '.join(todo)}" if todo else ""
     drawn = " (both of one drawn step; the first line's is of several)" if now not in trees.values() else ""
     first = "Gains most" if fits or not change else f"Fits in {change.needed_gib:.3g} GiB"
-    advice = [
+    advice = [f"Fits in {memory}"] if worth and fits and limit < math.inf else []
+    advice += [
         f"{do}: {' '.join(one.overrides)}, update {one.update:.2f}x, not {one.instead_of:.2f}x"
         + ("prefix.trees=" in one.overrides[0]) * drawn
         for do, one in zip((first, *["Gains too"] * (fits and len(changes))), changes, strict=False)
