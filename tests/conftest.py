@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; also of the processes that tests start
+os.environ.setdefault("VERL_PLATFORM", "cpu")  # before any test imports verl
 
 import pytest  # noqa: E402
 from fork_server import ForkServer  # noqa: E402

@@ -17,24 +17,23 @@ import torch
 
 pytest.importorskip("torchvision")
 
-os.environ.setdefault("VERL_PLATFORM", "cpu")
 
-import ray  # noqa: E402
-import transfer_queue as tq  # noqa: E402
-from omegaconf import DictConfig, OmegaConf  # noqa: E402
-from PIL import Image  # noqa: E402
-from ray._private import node  # noqa: E402
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput  # noqa: E402
-from verl.trainer.ppo.v1 import AgentLoopWorkerTQ  # noqa: E402
-from verl.utils.import_utils import load_class_from_fqn  # noqa: E402
-from verl.workers.rollout.replica import TokenOutput  # noqa: E402
+import ray
+import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf
+from PIL import Image
+from ray._private import node
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.v1 import AgentLoopWorkerTQ
+from verl.utils.import_utils import load_class_from_fqn
+from verl.workers.rollout.replica import TokenOutput
 
-from verl_prefix.engine.carried_pixels import received  # noqa: E402
-from verl_prefix.models.vision import CARRIED_BY, CARRIES, PIXEL_NAMES  # noqa: E402
-from verl_prefix.testing import write_tiny_vlm  # noqa: E402
-from verl_prefix.tools.plan.compose import compose_config  # noqa: E402
-from verl_prefix.trainer.prefix_sync import MANAGER, PrefixPPOTrainerSync  # noqa: E402
-from verl_prefix.trainer.shared_pixels import SharedPixelsManager, SharedPixelsWorker  # noqa: E402
+from verl_prefix.engine.carried_pixels import received
+from verl_prefix.models.vision import CARRIED_BY, CARRIES, PIXEL_NAMES
+from verl_prefix.testing import write_tiny_vlm
+from verl_prefix.tools.plan.compose import compose_config
+from verl_prefix.trainer.prefix_sync import MANAGER, PrefixPPOTrainerSync
+from verl_prefix.trainer.shared_pixels import SharedPixelsManager, SharedPixelsWorker
 
 G = 4
 StockWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class

@@ -9,12 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-
-os.environ.setdefault("VERL_PLATFORM", "cpu")
-
-import verl  # noqa: E402, F401
-from engines import _batch, _engine, _loss  # noqa: E402
-from transformers import (  # noqa: E402
+import verl  # noqa: F401
+from engines import _batch, _engine, _loss
+from transformers import (
     BambaConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
@@ -22,17 +19,17 @@ from transformers import (  # noqa: E402
     OlmoHybridConfig,
     Qwen3NextConfig,
 )
-from transformers.utils import import_utils  # noqa: E402
-from verl.utils import tensordict_utils as tu  # noqa: E402
+from transformers.utils import import_utils
+from verl.utils import tensordict_utils as tu
 
-from verl_prefix import cli  # noqa: E402
-from verl_prefix.auto import calibration  # noqa: E402
-from verl_prefix.auto.cost import Rates  # noqa: E402
-from verl_prefix.config.model import check_dealt  # noqa: E402
-from verl_prefix.testing import write_tiny_model  # noqa: E402
-from verl_prefix.tools import doctor  # noqa: E402
-from verl_prefix.tools.plan import command as plan  # noqa: E402
-from verl_prefix.tools.plan.options import Options  # noqa: E402
+from verl_prefix import cli
+from verl_prefix.auto import calibration
+from verl_prefix.auto.cost import Rates
+from verl_prefix.config.model import check_dealt
+from verl_prefix.testing import write_tiny_model
+from verl_prefix.tools import doctor
+from verl_prefix.tools.plan import command as plan
+from verl_prefix.tools.plan.options import Options
 
 ROLE = "actor_rollout_ref"
 

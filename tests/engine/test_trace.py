@@ -17,18 +17,15 @@ import torch
 from engines import _batch
 from safetensors.torch import load_file, save_file
 from tensordict import NonTensorStack, TensorDict
+from verl.workers.config import ActorConfig
+from verl.workers.utils.losses import ppo_loss, sft_loss
 
-os.environ.setdefault("VERL_PLATFORM", "cpu")
-
-from verl.workers.config import ActorConfig  # noqa: E402
-from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
-
-from verl_prefix import trace  # noqa: E402
-from verl_prefix.engine.rows import BatchRows  # noqa: E402
-from verl_prefix.testing import write_tiny_model  # noqa: E402
-from verl_prefix.tools.ab.arm import to_tensordict  # noqa: E402
-from verl_prefix.tools.ab.source import synthetic_rows  # noqa: E402
-from verl_prefix.trace import writer as trace_writer  # noqa: E402
+from verl_prefix import trace
+from verl_prefix.engine.rows import BatchRows
+from verl_prefix.testing import write_tiny_model
+from verl_prefix.tools.ab.arm import to_tensordict
+from verl_prefix.tools.ab.source import synthetic_rows
+from verl_prefix.trace import writer as trace_writer
 
 CONFIG = ActorConfig(strategy="fsdp2", rollout_n=3, ppo_micro_batch_size_per_gpu=1)
 LOSS = functools.partial(ppo_loss, config=CONFIG)

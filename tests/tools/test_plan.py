@@ -19,28 +19,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import verl  # noqa: F401
 from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils import hf_tokenizer
+from verl.utils import tensordict_utils as tu
 
-os.environ.setdefault("VERL_PLATFORM", "cpu")
-
-import verl  # noqa: E402, F401
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer  # noqa: E402
-from verl.utils import hf_tokenizer  # noqa: E402
-from verl.utils import tensordict_utils as tu  # noqa: E402
-
-from verl_prefix import cli  # noqa: E402
-from verl_prefix.auto.shape import ModelShape  # noqa: E402
-from verl_prefix.config import engines  # noqa: E402
-from verl_prefix.config.engines import MEGATRON, VEOMNI, engine_of  # noqa: E402
-from verl_prefix.engine.grouping import TreeRule, group_rows  # noqa: E402
-from verl_prefix.engine.rows import BatchRows  # noqa: E402
-from verl_prefix.models.messages import end_tokens  # noqa: E402
-from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
-from verl_prefix.tools.plan import command as plan  # noqa: E402
-from verl_prefix.tools.plan import compose, figures, options, report, script, turns, verdict, work  # noqa: E402
-from verl_prefix.tools.plan.options import Options  # noqa: E402
-from verl_prefix.tools.plan.predict import Sizes  # noqa: E402
-from verl_prefix.tools.plan.training_command import Prompt  # noqa: E402
+from verl_prefix import cli
+from verl_prefix.auto.shape import ModelShape
+from verl_prefix.config import engines
+from verl_prefix.config.engines import MEGATRON, VEOMNI, engine_of
+from verl_prefix.engine.grouping import TreeRule, group_rows
+from verl_prefix.engine.rows import BatchRows
+from verl_prefix.models.messages import end_tokens
+from verl_prefix.testing import write_tiny_model, write_tiny_vlm
+from verl_prefix.tools.plan import command as plan
+from verl_prefix.tools.plan import compose, figures, options, report, script, turns, verdict, work
+from verl_prefix.tools.plan.options import Options
+from verl_prefix.tools.plan.predict import Sizes
+from verl_prefix.tools.plan.training_command import Prompt
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PREFIX = f"{ACTOR}.prefix"
