@@ -15,6 +15,7 @@ from runners import run_shared, run_stock
 from short_chunks import short_chunks
 from tree_models import FAMILIES, TWINS, error, measure, small  # noqa: F401
 
+from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.waves import make_plan
 from verl_prefix.testing.rollouts import flatten
@@ -80,6 +81,16 @@ def test_what_nests_is_computed_once_and_fits(rows, seed, budget, schedule, wave
 
 def _whole(groups, one):
     return next(group for group in groups if group.rows[0] in one.groups[0].rows)
+
+
+def test_a_session_is_planned_however_many_turns_it_has():
+    """Of each turn what it thought is not in the next one's history: every row leaves the one strand elsewhere."""
+    turns, said, thought = 300, 5, 6
+    forks = tuple(Fork(0, said * turn) for turn in range(1, turns + 1))
+    strand, firsts = Strand(turns - 1, 0, said * turns), tuple(fork.start for fork in forks)
+    group = Group(tuple(range(turns)), said * turns, (thought,) * turns, (strand,), forks, firsts)
+    plan = make_plan([group], 200, "auto")
+    assert plan.depth > 1 and plan.num_physical_tokens == turns * (said + thought)
 
 
 RUNS = {

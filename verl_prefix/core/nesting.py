@@ -11,7 +11,7 @@ Every token is computed once. What is alive at once is the strands of the phases
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from verl_prefix.core.groups import Fork, Group
@@ -36,6 +36,21 @@ class _Run(NamedTuple):
     end: int
     length: int
     units: list[tuple[int, range]]
+    next: list[int]
+
+
+class _Top(NamedTuple):
+    """Runs that a phase A may compute.
+
+    Attributes:
+        runs: their numbers. tokens: of these, those that stay alive.
+        units: each unit that leaves these runs.
+        next: the first runs after these.
+    """
+
+    runs: frozenset[int]
+    tokens: int
+    units: list[_Leaf]
     next: list[int]
 
 
@@ -75,18 +90,16 @@ class Nesting:
         self._group, self._offload = group, offload
         self._budget = budget if offload else max(budget, longest)
         self._most = pass_tokens or sys.maxsize
-        self._found: dict[tuple[int, int], _Cut] = {}
-        self._top_of: dict[int, list[tuple[int, frozenset[int]]]] = {}
         self._runs: list[_Run] = []
         self.cut: _Cut | None = None
         if self._read_runs():
             self._sizes = [run.length + sum(n for n, _ in run.units) for run in self._runs]
-            self._rows = [[row for _, rows in run.units for row in rows] for run in self._runs]
+            self._rows = [tuple(row for _, rows in run.units for row in rows) for run in self._runs]
             for number in reversed(range(len(self._runs))):
                 for following in self._runs[number].next:
                     self._sizes[number] += self._sizes[following]
                     self._rows[number] += self._rows[following]
-            self.cut = self._best(0, 0)
+            self.cut = self._best()
 
     def is_better(self, tokens: int, forwards: int) -> bool:
         """Than a way to compute the group in so many tokens and forwards."""
@@ -133,9 +146,9 @@ class Nesting:
                 before, start = number, end
         return len(begins.get(-1, ())) == 1 and len(self._runs) > 1
 
-    def _tops(self, number: int) -> list[frozenset[int]]:
-        """Runs from `number` on that a phase A may compute together, the fewest first: the first ones of the largest
-        branch; or all before which more than so many tokens follow."""
+    def _tops(self, number: int) -> list[_Top]:
+        """What a phase A may compute from run `number` on, the fewest runs first: the first ones of the largest branch;
+        or all before which more than so many tokens follow."""
         chain = [number]
         while self._runs[chain[-1]].next:
             chain.append(max(self._runs[chain[-1]].next, key=lambda i: self._sizes[i]))
@@ -145,41 +158,52 @@ class Nesting:
             inside += self._runs[one].next
         for least in _spread(sorted({0, *(self._sizes[i] for i in inside)})):
             tops.add(frozenset(i for i in inside if self._sizes[i] > least or i == number))
-        return sorted(tops, key=lambda top: (len(top), min(top)))
+        return [self._top(sorted(top)) for top in sorted(tops, key=lambda top: (len(top), min(top)))]
 
-    def _tokens_alive(self, top: frozenset[int]) -> int:
-        return 0 if self._offload else sum(self._runs[i].length for i in top)
+    def _top(self, numbers: Sequence[int]) -> _Top:
+        inside, runs = frozenset(numbers), [self._runs[i] for i in numbers]
+        tokens = 0 if self._offload else sum(run.length for run in runs)
+        units = [(tokens, tuple(rows)) for run in runs for tokens, rows in run.units]
+        return _Top(inside, tokens, units, [i for run in runs for i in run.next if i not in inside])
 
-    def _best(self, number: int, alive: int) -> _Cut:
-        """Of a run, and all that follows it, where `alive` tokens of phases A are alive."""
-        if (number, alive) not in self._found:
-            if number not in self._top_of:
-                self._top_of[number] = [(self._tokens_alive(top), top) for top in self._tops(number)]
-            first, *others = self._top_of[number]
-            fit = (one for one in others if alive + one[0] < self._budget)
-            cuts = (self._cut(top, alive + tokens) for tokens, top in (first, *fit))
-            self._found[number, alive] = min(
-                cuts, key=lambda cut: (max(cut.most, self._budget), cut.forwards, cut.most)
-            )
-        return self._found[number, alive]
+    def _best(self) -> _Cut:
+        """Of the whole tree. A loop, since a session of some hundred turns is deeper than Python's stack: first which
+        tokens may be alive before each run, then the best cut of each run, the last ones first."""
+        ways: list[tuple[int, int, list[_Top]]] = []  # run, tokens alive before it, and the tops that may come next
+        alive_before: list[set[int]] = [{0}, *(set[int]() for _ in self._runs[1:])]
+        for number, found in enumerate(alive_before):
+            tops = self._tops(number) if found else []
+            for alive in found:
+                fit = [*tops[:1], *(top for top in tops[1:] if alive + top.tokens < self._budget)]
+                ways.append((number, alive, fit))
+                for top in fit:
+                    for following in self._apart(top, alive + top.tokens):
+                        alive_before[following].add(alive + top.tokens)
+        best: dict[tuple[int, int], _Cut] = {}
+        for number, alive, tops in reversed(ways):
+            cuts = (self._cut(top, alive + top.tokens, best) for top in tops)
+            best[number, alive] = min(cuts, key=lambda cut: (max(cut.most, self._budget), cut.forwards, cut.most))
+        return best[0, 0]
 
-    def _cut(self, top: frozenset[int], alive: int) -> _Cut:
-        """alive: with those of `top`."""
-        room = min(self._budget - alive, self._most)
-        leaves: list[_Leaf] = []
-        inner: list[tuple[int, _Cut]] = []
-        for number in sorted(top):
-            leaves += [(tokens, tuple(rows)) for tokens, rows in self._runs[number].units]
-            for following in self._runs[number].next:
-                if following not in top and self._sizes[following] <= room:
-                    leaves.append((self._sizes[following], tuple(self._rows[following])))
-                elif following not in top:
-                    inner.append((following, self._best(following, alive)))
+    def _room(self, alive: int) -> int:
+        """Tokens of a packed pass beside `alive` ones."""
+        return min(self._budget - alive, self._most)
+
+    def _apart(self, top: _Top, alive: int) -> list[int]:
+        """The runs after `top` that no packed pass has room for, with all that follows; alive: with those of `top`."""
+        room = self._room(alive)
+        return [i for i in top.next if self._sizes[i] > room]
+
+    def _cut(self, top: _Top, alive: int, best: Mapping[tuple[int, int], _Cut]) -> _Cut:
+        """alive: with those of `top`. best: of the runs that follow, by the tokens that are alive before them."""
+        room = self._room(alive)
+        leaves = [*top.units, *((self._sizes[i], self._rows[i]) for i in top.next if self._sizes[i] <= room)]
+        inner = [(i, best[i, alive]) for i in self._apart(top, alive)]
         leaves.sort(key=lambda leaf: leaf[1])
         bins = _bins(leaves, room)
         most = max([alive + sum(tokens for tokens, _ in one) for one in bins] + [cut.most for _, cut in inner])
         forwards = 1 + len(bins) + sum(cut.forwards for _, cut in inner)
-        return _Cut(most, forwards, top, tuple(inner), tuple(leaves), room)
+        return _Cut(most, forwards, top.runs, tuple(inner), tuple(leaves), room)
 
     def _pass(self, group: Group, cut: _Cut) -> PhasedPass:
         """`group`: the whole one, or what `Group.below` made of it for the phase A around."""
