@@ -43,7 +43,7 @@ from verl_prefix.core.plan import Plan
 from verl_prefix.engine import self_check as verify
 from verl_prefix.engine.backend import StockPath
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.verify import Verification
+from verl_prefix.engine.verify import Verification, _checked_plan
 from verl_prefix.models.hookup import HookedModel
 
 # bf16 is what runs have, and the harder to tell from rounding.
@@ -304,6 +304,17 @@ def test_a_window_that_is_ignored_is_caught():
 def test_wrong_positions_are_caught_by_log_probs(dtype):
     found = verdict(0, dtype, broken=positions_restarted)
     assert found.attention <= verify.MAX_ATTENTION < verify.MAX_LOG_PROBS < found.log_probs, str(found)
+
+
+@pytest.mark.parametrize("nests", [True, False])
+def test_a_tree_that_no_budget_holds_is_checked_whole_by_what_its_engine_runs(nests):
+    """Stages of a pipeline, which nest no passes, would leave out the rows of nested ones."""
+    strands = (Strand(0, 0, 9), Strand(0, 9, 39, 0), Strand(1, 9, 39, 0))
+    group = Group((0, 1, 2), 69, (5, 5, 5), strands, (Fork(1, 39), Fork(2, 39), Fork(0, 9)), (39, 39, 9))
+    plans = {path: _checked_plan(group, 50, path, nests) for path in ("packed", "phased")}
+    assert {path: plan.depth for path, plan in plans.items()} == {"packed": 1, "phased": 3 if nests else 1}
+    in_waves = sorted(row for wave in plans["phased"].waves for _, piece in wave for row in piece.rows)
+    assert in_waves == ([] if nests else [0, 1, 2])
 
 
 def _vision_rows(responses: list[list[int]], pixels: list) -> tuple:

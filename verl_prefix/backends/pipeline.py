@@ -54,6 +54,7 @@ class PipelineSchedule(MegatronSchedule):
     """A schedule for several stages, each of which has a part of the layers. Every stage has the same plan."""
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
+        assert plan.depth < 2, "stages run phases A apart, and would leave out what is nested in them"
         device, stages = tokens.input_ids.device, Neighbours(unwrapped(self.module))
         passes = [_MicroBatch(build_layout(one.groups, tokens.offsets), (), ("packed", "")) for one in plan.packed]
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds

@@ -152,11 +152,7 @@ class Verification:
             return responses(backend.stock_batch(rows_alone.data, falling, forward_only))
 
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
-            # Several waves read one prefix, and their gradients add up; in a tree those of nested passes.
-            plan = make_plan([group], budget, path, wave_tokens=1)
-            if path == "phased" and backend.memory(self._options).stages == 1:
-                deepest = Nesting(group, budget, 1, offload=False).deepest()
-                plan = Plan((deepest,)) if deepest else plan
+            plan = _checked_plan(group, budget, path, nests=backend.memory(self._options).stages == 1)
             falls = Loss(falling, fields={"temperature", "verify_weight"})
             output, _ = self._run_plan(rows, [group], plan, falls, forward_only, pass_type=pass_type)
             return responses(output)
@@ -188,6 +184,17 @@ class Verification:
                 chosen = [[group for group, found in zip(groups, runs, strict=True) if found == {n}] for n in (1, 2)]
         lacking = self._backend.ranks.max_over_ranks([not groups for groups in chosen])
         return next((groups for groups, lacks in zip(chosen, lacking, strict=True) if not lacks), [])
+
+
+def _checked_plan(group: Group, budget: int, path: str, nests: bool) -> Plan:
+    """The plan by which a group is checked, "packed" or "phased": then several waves read one prefix, and their
+    gradients add up; of a tree, where passes may be nested, those of several phases A.
+
+    Args:
+        nests: as of `make_plan`.
+    """
+    deepest = Nesting(group, budget, 1, offload=False).deepest() if nests and path == "phased" else None
+    return Plan((deepest,)) if deepest else make_plan([group], budget, path, wave_tokens=1, nests=nests)
 
 
 def _checked(model_output: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
