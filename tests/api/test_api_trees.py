@@ -1,5 +1,6 @@
 """The standalone API on rows that share more or less than a prompt, against HF's own forward of every whole row."""
 
+import itertools
 import logging
 
 import pytest
@@ -12,8 +13,11 @@ from transformers import AutoTokenizer
 from vision_cases import FAMILIES, Turns, paths  # noqa: F401
 
 from verl_prefix import message_ends, phased_update, response_hidden_states, response_log_probs
+from verl_prefix.core.plan import PhasedPass
+from verl_prefix.core.waves import make_plan
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.testing.rollouts import flatten
 
 OPTIONS = dict(temperature=0.7, return_entropy=True)
 
@@ -30,10 +34,11 @@ def run(model, rows, **options):
     return *([x.detach() for x in column] for column in found), grads(model)
 
 
-def run_waves(model, rows, **options):
+def run_waves(model, rows, num=None, **options):
+    """num: of waves, after which the caller asks for no other; None: until there are no more."""
     found = {}
     with phased_update(model, rows.prompts, rows.responses, forks=forks_of(rows), **OPTIONS, **options) as waves:
-        for wave in waves:
+        for wave in itertools.islice(waves, num):
             weighted(wave.log_probs, wave.entropy, [rows.weights[row] for row in wave.rows]).backward()
             found |= {row: (a, b) for row, a, b in zip(wave.rows, wave.log_probs, wave.entropy, strict=True)}
     empty = torch.zeros(0, dtype=torch.float64)
@@ -49,6 +54,16 @@ def test_trees_equal_hf(rows):
     assert error(run(model, rows, schedule="phased", max_tokens=90, wave_tokens=20), truth) < 1e-9
     assert error(run_waves(model, rows, wave_tokens=20), truth) < 1e-9
     assert error(run_waves(model, rows, max_tokens=90, wave_tokens=20, offload=True), truth) < 1e-9
+
+
+@pytest.mark.parametrize("rows", [thinking_stripped, thinking_kept])
+def test_no_gradient_is_lost_where_nobody_asks_for_a_wave_after_the_last(rows):
+    """As by `zip(losses, waves)`. Phases C of passes that nest in one another follow the last wave, too."""
+    model, rows = build(vocab_size=VOCAB), rollouts(rows)
+    plan = make_plan(flatten(rows, torch.device("cpu"))[2], 40, "phased", wave_tokens=9)
+    assert isinstance(plan.passes[-1].nested[-1], PhasedPass)
+    ours = run_waves(model, rows, num=plan.num_steps, max_tokens=40, wave_tokens=9)
+    assert error(ours, by_hf(model, rows)) < 1e-9
 
 
 def test_hidden_states_equal_hf():

@@ -248,6 +248,8 @@ def _waves(schedule: Schedule, batch: Batch, plan: Plan) -> Iterator[Iterator[Wa
         first = phases.enter_context(schedule.forwards(batch.tokens, planned[0])) if planned else iter(())
         with closing(iterate(phases, first)) as waves:
             yield waves
+            if not missing:
+                next(waves, None)  # none is left, but phases C of nested passes follow the last one
         if missing:
             raise RuntimeError(
                 f"{missing} of {num_waves} waves were not iterated, and .grad lacks their rows; go through all waves "
