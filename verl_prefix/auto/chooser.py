@@ -115,7 +115,7 @@ class CostModel:
             return self._at_once(made, room, whole)
 
         plan = make()
-        if not plan.phased:
+        if not plan.waves:  # which alone `make` can make longer
             return plan
         if memory.offload:
             is_set = self.wave_tokens is not None and leaves_room(self.wave_tokens, budget, offload=True)
