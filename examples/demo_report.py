@@ -243,7 +243,8 @@ def show(report: dict[str, Any], console: Console) -> None:
             table.add_column(f"{name}\nstep {step['step']}", justify="right", no_wrap=True)
     rows = CURVES | TIMINGS | {name.removeprefix("prefix/"): name for name in PREFIX}
     for title, name in rows.items():
-        table.add_row(title, *(_number(find(step["data"], name), 3) for arm in steps.values() for step in arm))
+        if any(find(step["data"], name) is not None for arm in steps.values() for step in arm):
+            table.add_row(title, *(_number(find(step["data"], name), 3) for arm in steps.values() for step in arm))
     console.print(table)
 
     medians = Table("medians, without step 1", title="stock / prefix")
