@@ -388,7 +388,7 @@ SEVERAL = {"one_step_off": "data.train_batch_size=256", "fully_async": "async_tr
         ),
         (
             f"{ACTOR}.prefix.trace_dir=traces distillation.enabled=True",
-            "trace_dir=traces records losses of policies, .*set .*trace_dir=null",
+            "trace_dir=traces records no loss under distillation.enabled=True; set .*trace_dir=null",
         ),
         (f"SEVERAL {ACTOR}.use_prefix_grouper=False", "use_prefix_grouper=False .*set trainer.balance_batch=False"),
     ],
@@ -440,7 +440,7 @@ def test_mini_batches_of_prompts_are_refused_where_verls_trainer_makes_them(use_
         start(composed(f"{ACTOR}.prefix.loss_weights=sessions", *options[1:]))
     weighed = f"{ACTOR}.prefix.loss_weights=sessions", "trainer.v1.trainer_mode=prefix_sync"
     OmegaConf.resolve(composed(*weighed))
-    with pytest.raises(InterpolationResolutionError, match="does not read; set .*loss_weights=rows"):
+    with pytest.raises(InterpolationResolutionError, match="no loss reads under .*; set .*loss_weights=rows"):
         OmegaConf.resolve(composed(*weighed, "distillation.enabled=True"))
     replayed = f"{ACTOR}.fsdp_config.router_replay.mode=R2", "algorithm.rollout_correction.bypass_mode=True"
     with pytest.raises(InterpolationResolutionError, match="mode=R2, .*no routed_experts, .*bypass_mode=False"):

@@ -21,6 +21,7 @@ from verl_prefix.core.waves import leaves_room
 from verl_prefix.versions import TESTED_VERL, installed_version
 
 BYPASS = "algorithm.rollout_correction.bypass_mode"
+TRACES = "actor_rollout_ref.actor.prefix.trace_dir"
 
 
 def check_driver(config: DictConfig, in_job: bool = True) -> None:
@@ -46,11 +47,8 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
         refuse(replay == "R2" and OmegaConf.select(config, BYPASS), NO_ROUTES["R2"])
         _check_ref(config)
         _check_waves(config)
-    refuse(
-        OmegaConf.select(config, SKIPS) and OmegaConf.select(config, "distillation.enabled"),
-        f"{SKIPS}=True leaves out rows that have a gradient under distillation.enabled=True; set {SKIPS}=False, or "
-        "distillation.enabled=False",
-    )
+    if OmegaConf.select(config, "distillation.enabled"):
+        _check_distillation(config)
     key = "actor_rollout_ref.actor.prefix.mini_batches"
     by, mode = OmegaConf.select(config, key), OmegaConf.select(config, "trainer.v1.trainer_mode")
     mode_is_ours, v1 = str(mode).startswith("prefix_"), is_v1(config)
@@ -64,17 +62,6 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
             "trainer.v1.trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async) under "
             f"verl.trainer.main_ppo, or {one}=rows",
         )
-    traces = "actor_rollout_ref.actor.prefix.trace_dir"
-    refuse(
-        OmegaConf.select(config, traces) and OmegaConf.select(config, "distillation.enabled"),
-        f"{traces}={OmegaConf.select(config, traces)} records losses of policies, and not that of distillation.enabled="
-        f"True; set {traces}=null",
-    )
-    refuse(
-        OmegaConf.select(config, WEIGHTS) == "sessions" and OmegaConf.select(config, "distillation.enabled"),
-        f"{WEIGHTS}=sessions weighs advantages, which the loss of distillation.enabled=True does not read; set "
-        f"{WEIGHTS}=rows",
-    )
     refuse(
         mode_is_ours and not v1,
         f"trainer.v1.trainer_mode={mode} is for verl.trainer.main_ppo with trainer.use_v1=true; remove it, since "
@@ -82,6 +69,21 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
     )
     why = by == "prompts" and need_critic(config) and _cut_otherwise(config)
     refuse(why, f"{key}=prompts, and {why} algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows")
+
+
+def _check_distillation(config: DictConfig) -> None:
+    """Options that are of losses of advantages."""
+    for key, allowed, why in (
+        (SKIPS, False, "leaves out rows that have a gradient"),
+        (TRACES, None, "records no loss"),
+        (WEIGHTS, "rows", "weighs advantages, which no loss reads"),
+    ):
+        value = OmegaConf.select(config, key)
+        told = "null" if allowed is None else allowed
+        refuse(
+            value not in (None, allowed),
+            f"{key}={value} {why} under distillation.enabled=True; set {key}={told}, or distillation.enabled=False",
+        )
 
 
 def _cut_otherwise(config: DictConfig) -> str:
