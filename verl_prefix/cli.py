@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from verl_prefix.tools import doctor
 from verl_prefix.tools.report import warnings_last
-from verl_prefix.versions import INSTALL, installed_version
+from verl_prefix.versions import install_verl, installed_version
 
 EXAMPLES = """\
 examples:
@@ -302,7 +302,7 @@ def _missing(error: ModuleNotFoundError, command: Callable[[argparse.Namespace],
     if name == "verl_prefix":
         raise error
     if command is not _bench and importlib.util.find_spec("verl") is None:
-        return f"verl is not installed here: {INSTALL}"
+        return f"verl is not installed here: {install_verl()}"
     return f"{name} is not installed here: pip install {name}"
 
 

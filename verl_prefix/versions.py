@@ -39,6 +39,13 @@ def installed_version(name: str) -> str | None:
         return None
 
 
+def install_verl() -> str:
+    """What to run where verl is missing. Of a wheel that was installed without what it needs there is no clone."""
+    if installed_version("verl-prefix") is None:
+        return INSTALL
+    return f"run pip install verl=={TESTED_VERL[-1]}; verl-prefix doctor then names what else is missing"
+
+
 def _verl_version() -> str:
     return installed_version("verl") or "unknown (no package metadata)"
 

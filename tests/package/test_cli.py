@@ -137,6 +137,17 @@ def test_where_verl_is_not_installed_one_line_says_what_installs_it(files, words
         assert done.returncode == 1 and json.loads(done.stdout)["verdict"] == NO_VERL.strip()
 
 
+def test_where_a_wheel_is_installed_without_verl_no_clone_is_asked_for(tmp_path) -> None:
+    (tmp_path / "verl_prefix-0.1.0.dist-info").mkdir()
+    (tmp_path / "verl_prefix-0.1.0.dist-info" / "METADATA").write_text("Name: verl-prefix\nVersion: 0.1.0\n")
+    command = [sys.executable, "-S", "-m", "verl_prefix.cli", "plan", "a=1"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    advice = "run pip install verl==0.9.1; verl-prefix doctor then names what else is missing"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"verl-prefix plan: verl is not installed here: {advice}\n"
+
+
 def test_no_command_of_the_repository_takes_half_an_option() -> None:
     for path in [*ROOT.glob("verl_prefix/**/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("recipes/**/*.py")]:
         for call in ast.walk(ast.parse(path.read_text())):

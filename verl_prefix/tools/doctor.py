@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 
 from verl_prefix.config.engines import ENGINES, Engine
 from verl_prefix.tools.report import provenance, warnings_last
-from verl_prefix.versions import INSTALL, installed_version, moving_verl, untested_transformers, untested_verl
+from verl_prefix.versions import (
+    INSTALL,
+    install_verl,
+    installed_version,
+    moving_verl,
+    untested_transformers,
+    untested_verl,
+)
 
 PACKAGE = "verl-prefix"
 PLUGIN = "prefix"
@@ -63,7 +70,7 @@ def _load(module: str, headline: str) -> Any:
 
 def _check_versions() -> Iterator[Finding]:
     if importlib.util.find_spec("verl") is None:
-        raise _Broken(f"verl is not installed here: {INSTALL}")
+        raise _Broken(f"verl is not installed here: {install_verl()}")
     from packaging.requirements import Requirement
 
     lines = importlib.metadata.requires(PACKAGE) or [] if installed_version(PACKAGE) else []
