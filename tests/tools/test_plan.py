@@ -115,6 +115,7 @@ def test_dead_groups_are_left_out_of_updates_alone(folder):
     found = plan.build(Options(options, response_lengths="20,0", dead_groups=0.5))
     assert found["speedup"]["old"] == whole["speedup"]["old"] and found["speedup"]["ref"] == whole["speedup"]["ref"]
     assert 1.2 * whole["speedup"]["update"] < found["speedup"]["update"] <= 2.01 * whole["speedup"]["update"]
+    assert found["trees"] == {} and "prefix.trees" not in found["advice"]
     assert found["worth_it"] and any("50% of groups have no advantage" in text for text in found["assumed"])
     for ratio in ("ratio", "ratio_without_exchange"):
         assert found["tokens"][ratio] == pytest.approx(2 * whole["tokens"][ratio])
@@ -1066,6 +1067,7 @@ def test_train_files_are_json_too(data):
         ("--turns 4 --thinking 20 --say 15 --tool 5", "responses of 35 tokens are over data.max_response_length=32"),
         ("--dead-groups 1.5", "--dead-groups 1.5: write a share from 0 to below 1"),
         ("--dead-groups 0.4", "--dead-groups 0.4: they are computed without actor_rollout_ref.actor.prefix.skip_zero"),
+        (f"--dead-groups 0.95 {PREFIX}.skip_zero_advantage=true", "leaves nothing of 8 prompts to update by; write"),
         ("--dead-groups 0.4 --turns 4 --thinking 5 --say 5 --tool 5", "--dead-groups is of groups that share whole"),
         ("--simulate --fit 75 --turns 4 --thinking 5 --say 5 --tool 5", "--fit searches rows of one prompt, and these"),
         ("actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read"),

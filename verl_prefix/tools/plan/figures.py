@@ -97,6 +97,12 @@ def figures(asked: Asked) -> dict[str, Any]:
         key = "actor_rollout_ref.actor.prefix.skip_zero_advantage=true"
         raise PlanError(f"--dead-groups {options.dead_groups:g}: they are computed without {key}; add it")
     size, model = sizes(config), read_model(config)
+    if round(options.dead_groups * size.prompts) == size.prompts:
+        most = math.floor(1000 * (size.prompts - 1) / size.prompts) / 1000
+        raise PlanError(
+            f"--dead-groups {options.dead_groups:g} leaves nothing of {size.prompts} prompts to update by; write at "
+            f"most {most:g}"
+        )
     if options.simulate and size.sequence_ranks > 1 and is_vision_config(model.hf.config):
         key, _ = slices_of("actor", config.actor_rollout_ref.actor)
         raise PlanError(f"--simulate knows no sequence parallelism of pixels; leave it out, or set {key}=1")

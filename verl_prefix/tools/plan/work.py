@@ -65,7 +65,8 @@ class Work:
     """What is priced.
 
     Attributes:
-        steps: training steps. with_tokens: one by which values of prefix.trees compare; None where prompts have images.
+        steps: training steps. with_tokens: one by which values of prefix.trees compare; None where prompts have images,
+            or groups are left out.
         priced: prompts of a step. prompts, responses: lengths of rows. overlong: prompts that are left out.
         turns: rows of a session, on average; 0: each session is one row, as verl's loops return by default.
         assumed: what nobody asked for, in words.
@@ -111,7 +112,8 @@ def read_work(asked: Asked, size: Sizes, shape: ModelShape, tokenizer: Any, dump
             draws, assumed = response_lengths(asked, tokenizer)
             draws, again = tee(draws)
             sample = list(islice(draws, 2000))
-            one = made_up(size, shape, prompts, ends, Turns(), again, mini_batch_rows) if is_text else None
+            whole = is_text and not options.dead_groups  # which the step by tokens does not leave out
+            one = made_up(size, shape, prompts, ends, Turns(), again, mini_batch_rows) if whole else None
             steps = drawn_steps(size, shape, prompts, draws, options.dead_groups)
             lengths = [prompt.tokens for prompt in prompts]
             if options.dead_groups:
