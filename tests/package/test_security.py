@@ -34,6 +34,7 @@ UNSAFE = {
 STARTS = {"subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 # Asserts that do more than tell mypy a type. `python -O` drops them, so none may be of what a user gives.
 INVARIANTS = {
+    "backends/pipeline.py": ["plan.depth < 2"],
     "core/calls.py": ["len(self.q) == len(self.k)", "all((b > a for a, b in pairwise(bounds)))"],
     "core/layout.py": [
         "start == end",
