@@ -1,11 +1,9 @@
 """Passes that are nested in phases A: random deep trees against HF's own forward of every whole row."""
 
-import dataclasses
 import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from dialogues import ROWS, Dialogue, rollouts
 from families import build, float64_inside  # noqa: F401
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from nesting import BROKEN
 from runners import run_shared, run_stock
 from short_chunks import short_chunks
-from tree_models import FAMILIES, error, measure, small  # noqa: F401
+from tree_models import FAMILIES, equal_hf, error, measure, small  # noqa: F401
 
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
@@ -132,29 +130,13 @@ def test_nested_passes_equal_hf(family, float64_inside):  # noqa: F811
 
 @pytest.mark.parametrize("draws", [15, pytest.param(100, marks=pytest.mark.ci)])
 def test_any_deep_rows_in_any_nesting_equal_hf(small, draws):  # noqa: F811
-    """Where only some outputs are read, weights of the others are 0."""
-
     @settings(max_examples=draws)
     @given(
         rows=st.sampled_from(deep_rows), seed=st.integers(0, 2**20), budget=st.integers(8, 120),
         wave_tokens=st.none() | st.integers(1, 40), share_read=st.floats(0, 1), offload=st.booleans(),
     )  # fmt: skip
-    def run(rows, seed, budget, wave_tokens, share_read, offload) -> None:
-        batch = rollouts(rows, seed)
-        generator = torch.Generator().manual_seed(seed)
-        is_read = [torch.rand(len(w), generator=generator) < share_read for w in batch.weights]
-        batch = dataclasses.replace(batch, weights=[w * read for w, read in zip(batch.weights, is_read, strict=True)])
-        truth, gradient = measure(small, lambda: run_stock(small, batch))
-
-        def edit(tokens, plan):
-            places = [F.pad(read, (len(p) - 1, 1)) for p, read in zip(batch.prompts, is_read, strict=True)]
-            return dataclasses.replace(tokens, is_read=torch.cat(places))
-
-        options = dict(budget=budget, wave_tokens=wave_tokens, edit=edit, offload=offload)
-        ours, our_gradient = measure(small, lambda: run_shared(small, batch, "phased", **options))
-        read = torch.cat(is_read)
-        assert torch.allclose(ours[read], truth[read], rtol=0, atol=1e-9)
-        assert torch.allclose(our_gradient, gradient, rtol=0, atol=1e-9 * max(1, gradient.abs().max().item()))
+    def run(**drawn) -> None:
+        equal_hf(small, schedule="phased", **drawn)
 
     run()
 

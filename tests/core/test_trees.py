@@ -1,6 +1,5 @@
 """Trees of rows against HF's own forward of every whole row: log-probs and all gradients."""
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from broken_states import ancestor_left_out, gradients_of_shared_outputs_dropped, last_token_left_out
 from dialogues import ROWS, rollouts, thinking_kept, thinking_stripped, tree_search
@@ -18,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runners import run_shared, run_stock
 from short_chunks import short_chunks
-from tree_models import FAMILIES, TWINS, error, measure, small  # noqa: F401
+from tree_models import FAMILIES, TWINS, equal_hf, error, measure, small  # noqa: F401
 
 from verl_prefix.core import layout as layout_module
 from verl_prefix.core.groups import Group
@@ -179,25 +177,6 @@ def test_any_rows_in_any_plan_equal_hf(small, draws):  # noqa: F811
         equal_hf(small, **drawn)
 
     run()
-
-
-def equal_hf(model, rows, seed, budget, wave_tokens, schedule, share_read):
-    """Where only some outputs are read, weights of the others are 0."""
-    batch = rollouts(rows, seed)
-    generator = torch.Generator().manual_seed(seed)
-    is_read = [torch.rand(len(w), generator=generator) < share_read for w in batch.weights]
-    batch = dataclasses.replace(batch, weights=[w * read for w, read in zip(batch.weights, is_read, strict=True)])
-    truth, gradient = measure(model, lambda: run_stock(model, batch))
-
-    def edit(tokens, plan):
-        places = [F.pad(read, (len(p) - 1, 1)) for p, read in zip(batch.prompts, is_read, strict=True)]
-        return dataclasses.replace(tokens, is_read=torch.cat(places))
-
-    options = dict(schedule=schedule, budget=budget, wave_tokens=wave_tokens, edit=edit)
-    ours, our_gradient = measure(model, lambda: run_shared(model, batch, **options))
-    read = torch.cat(is_read)
-    assert torch.allclose(ours[read], truth[read], rtol=0, atol=1e-9)
-    assert torch.allclose(our_gradient, gradient, rtol=0, atol=1e-9 * max(1, gradient.abs().max().item()))
 
 
 @settings(max_examples=200)
