@@ -1,6 +1,6 @@
 """Thousands of updates on two gloo ranks with random ragged batches; nothing may grow after the warm-up.
 
-Every update draws its own groups, lengths and schedule's waves. Watched, per rank: resident memory, what of it is in
+Every update draws its own groups, sessions of turns, lengths and schedule's waves; passes nest. Watched, per rank: resident memory, what of it is in
 use (the rest the C allocator keeps in pieces), tensors that Python still knows, open file descriptors, threads; at the
 end: processes. Writes how fast each grew to a JSON file, and every sample to a folder; the exit status is 1 if
 something grew. Needs glibc.
@@ -31,6 +31,7 @@ MEMORY = ("rss_mib", "in_use_mib")
 # Growth after the warm-up that counts as a leak: MiB of memory per 100 updates (a prefix graph of the largest batch is
 # about 3 MiB), and nothing at all of what can be counted.
 MAX_SLOPE = 2.0
+END = 2  # of a message, as the tiny model's tokenizer has it
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -45,11 +46,22 @@ class _Mallinfo2(ctypes.Structure):
 def random_batch(rng: np.random.Generator, vocab: int, budget: int):
     from verl.utils import tensordict_utils as tu
 
-    rows = []
+    def some(least: int, most: int) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(3, vocab, int(rng.integers(least, most))))
+
+    rows, end = [], torch.tensor([END])
     for group in range(int(rng.integers(1, 5))):
-        prompt = torch.from_numpy(rng.integers(3, vocab, int(rng.integers(1, 160))))
+        prompt, uid = some(1, 160), f"g{group}"
+        if rng.random() < 0.4:  # a row per turn of sessions, which begin alike; their passes nest
+            for _ in range(int(rng.integers(1, 4))):
+                history = torch.cat([prompt, end])
+                for _ in range(int(rng.integers(2, 6))):
+                    said = some(1, 20)
+                    rows.append((uid, history, torch.cat([some(1, 20), said, end])))
+                    history = torch.cat([history, said, end, some(1, 30), end])
+            continue
         for _ in range(int(rng.integers(1, 9))):
-            rows.append((f"g{group}", prompt, torch.from_numpy(rng.integers(3, vocab, int(rng.integers(1, 40))))))
+            rows.append((uid, prompt, some(1, 40)))
     rows = [rows[i] for i in rng.permutation(len(rows))]
 
     def nested(tensors):
@@ -116,7 +128,7 @@ def worker(rank: int, rendezvous: str, model: str, updates: int, out: Path) -> N
     rng, process = np.random.default_rng(rank), psutil.Process()
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _Mallinfo2
-    samples, seen = [], {"packed_passes": 0.0, "waves": 0.0, "groups": 0.0}
+    samples, seen = [], {"packed_passes": 0.0, "waves": 0.0, "groups": 0.0, "pass_depth": 0.0}
     for update in range(updates):
         # Small budgets make waves, large ones packed passes; both ranks need the same.
         data = random_batch(rng, engine.model_config.hf_config.vocab_size, (120, 400, 4000)[update % 3])
