@@ -1,9 +1,9 @@
 """Thousands of updates on two gloo ranks with random ragged batches; nothing may grow after the warm-up.
 
-Every update draws its own groups, sessions of turns, lengths and schedule's waves; passes nest. Watched, per rank: resident memory, what of it is in
-use (the rest the C allocator keeps in pieces), tensors that Python still knows, open file descriptors, threads; at the
-end: processes. Writes how fast each grew to a JSON file, and every sample to a folder; the exit status is 1 if
-something grew. Needs glibc.
+Every update draws its own groups, sessions of turns, lengths and schedule's waves; passes nest. Watched, per rank:
+resident memory, what of it is in use (the rest the C allocator keeps in pieces), tensors that Python still knows, open
+file descriptors, threads; at the end: processes. Writes how fast each grew to a JSON file, and every sample to a
+folder; the exit status is 1 if something grew. Needs glibc.
 """
 
 import argparse
