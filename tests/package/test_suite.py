@@ -1,11 +1,13 @@
-"""The suite itself: no clock decides a test, and no order."""
+"""The suite itself: no clock decides a test, and no order; cases in pairs leave none out."""
 
 import ast
+import itertools
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pairs import in_pairs
 
 TESTS = Path(__file__).resolve().parents[1]
 CLOCKS = {"sleep", "time", "monotonic", "perf_counter", "process_time", "thread_time"}
@@ -71,3 +73,13 @@ def test_a_seed_orders_files_and_the_tests_of_each():
     for order in (first, other):
         file_of = [name.split("::")[0] for name in order]
         assert sum(a != b for a, b in pairwise(file_of)) == 3, "a file is in one piece"
+
+
+def test_cases_that_run_by_default_show_every_pair_of_values():
+    settings = ("abc", (1, 2, 3, 4), (True, False))
+    cases = in_pairs(*settings)
+    assert sorted(case.values for case in cases) == sorted(itertools.product(*settings))
+    shown = [case.values for case in cases if not case.marks]
+    for (i, first), (j, second) in itertools.combinations(enumerate(settings), 2):
+        assert {(case[i], case[j]) for case in shown} == {*itertools.product(first, second)}
+    assert len(shown) == 12 < len(cases)  # as few as values of the two longest settings make pairs
