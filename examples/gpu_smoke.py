@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import demo
 import torch
 from smoke.checks import Checks
+from training_process import process_group
 
 from verl_prefix.files import write_whole
 from verl_prefix.tools.report import provenance
@@ -89,7 +89,7 @@ def main() -> int:
         python = own if args.dry_run and name == "megatron" and own.exists() else sys.executable
         command = [str(python), __file__, "--step", name, "--out", str(out), *["--dry-run"] * args.dry_run]
         log = out / f"{name}.log"
-        with demo.process_group(command, dict(os.environ), log) as process:
+        with process_group(command, dict(os.environ), log) as process:
             try:
                 code = process.wait(timeout=None if args.dry_run else max(seconds, 1))
             except subprocess.TimeoutExpired:

@@ -27,6 +27,7 @@ import demo
 import learn_report
 from rich.console import Console
 from smollm2 import smollm2
+from training_process import environment, process_group
 
 from verl_prefix.files import write_whole
 
@@ -138,8 +139,8 @@ def call(module: list[str], overrides: list[str], metrics: Path, deadline: float
     log = metrics.with_suffix(".log")
     command = [sys.executable, *module, *overrides, f"hydra.run.dir={metrics.with_suffix('')}"]
     # Ray makes its workers yield to whatever else runs, which on a machine in use stretches a step several times over.
-    env = demo.environment(metrics) | {"RAY_worker_niceness": "0"}
-    with demo.process_group(command, env, log) as process:
+    env = environment(metrics) | {"RAY_worker_niceness": "0"}
+    with process_group(command, env, log) as process:
         try:
             status = process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

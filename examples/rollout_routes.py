@@ -17,6 +17,7 @@ from pathlib import Path
 import demo
 import pyarrow.parquet as pq
 import torch
+from training_process import ROOT, environment
 
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.report import provenance
@@ -64,7 +65,7 @@ def recorded(folder: Path) -> dict[str, int]:
     ]  # fmt: skip
     with (folder / "log").open("wb") as log:
         code = subprocess.run(
-            command, env=demo.environment(folder / "metrics.jsonl"), cwd=demo.ROOT, stdout=log, stderr=log, check=False
+            command, env=environment(folder / "metrics.jsonl"), cwd=ROOT, stdout=log, stderr=log, check=False
         ).returncode
     if code:
         raise SystemExit((folder / "log").read_text(errors="replace")[-3000:])

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import demo
+from training_process import environment, process_group
 
 from smoke.checks import Checks
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm
@@ -46,11 +47,11 @@ def _train(checks: Checks, name: str, num_steps: int) -> None:
             arguments += ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
     metrics, log = output / "metrics.jsonl", output / "verl.log"
     metrics.unlink(missing_ok=True)
-    env = demo.environment(metrics)
+    env = environment(metrics)
     # The platform is the machine's own. Ray counts a CPU platform's ranks as GPUs, and would miss them there.
     env.pop("CUDA_VISIBLE_DEVICES" if checks.dry_run else "VERL_PLATFORM", None)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments, f"hydra.run.dir={output / 'hydra'}"]
-    with demo.process_group(command, env, log) as process:
+    with process_group(command, env, log) as process:
         code = process.wait()
     assert code == 0, f"verl ended with {code}; the end of {log}:\n" + log.read_text(errors="replace")[-3000:]
     steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]

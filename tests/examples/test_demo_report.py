@@ -220,12 +220,12 @@ def test_committed_reports_hold_what_follows_from_their_steps(demo_report: Modul
 
 
 def test_leaving_a_run_ends_what_it_started_in_other_process_groups(demo_report: ModuleType, tmp_path: Path) -> None:
-    import demo
+    import training_process
 
     child = "import os, time; os.setpgid(0, 0); print(os.getpid(), flush=True); time.sleep(3600)"
     command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
     log = tmp_path / "log"
-    with demo.process_group(command, dict(os.environ), log) as process:
+    with training_process.process_group(command, dict(os.environ), log) as process:
         while not log.read_text().endswith("\n") and process.poll() is None:
             time.sleep(0.05)
         pid = int(log.read_text())
