@@ -10,7 +10,7 @@ forward and backward. FLOPs are those of matmuls; a also covers norms, rotary an
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from verl_prefix.auto.megatron import Division
@@ -208,8 +208,8 @@ class _Added:
         in_backward = max(self.chunk(suffix + strand_outputs), self.backward(tokens, self.with_head))
         return self.kept(tokens) + in_backward + self.forks(planned.groups)
 
-    def phased(self, planned: PhasedPass, alive: float, waits: bool = False) -> float:
-        """Phase B or C, whichever adds more; phase A has no gradients yet. With `waits`, what waits for phase C alone.
+    def phased(self, planned: PhasedPass, alive: float) -> float:
+        """Phase B, a nested pass or phase C, whichever adds more; phase A has no gradients yet.
 
         Args:
             alive: how many prefixes like these live at once, divided by the stages that share their layers.
@@ -229,20 +229,12 @@ class _Added:
             dormant = waiting = 0.0
         else:
             cached *= alive
-        if waits:
-            return dormant + waiting + 3 * cached + 2 * states
         in_wave = self.kept(wave) + max(self.chunk(wave), self.backward(wave, self.with_head))
         in_wave += max((self.forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
+        nested = (self.packed(x) if isinstance(x, PackedPass) else self.phased(x, alive) for x in planned.nested)
+        between = max([in_wave, *nested])
         in_phase_c = max(self.chunk(strand_outputs), self.backward(prefix, self.in_backward))
-        return max(dormant + waiting + 3 * cached + 2 * states + in_wave, back + 2 * cached + states + in_phase_c)
-
-    def nested(self, planned: PackedPass | PhasedPass, alive: float) -> float:
-        """A pass with those that are nested in it, beside which its strands, keys and states wait."""
-        if isinstance(planned, PackedPass):
-            return self.packed(planned)
-        own = self.phased(planned, alive)
-        inner = max((self.nested(one, alive) for one in planned.nested), default=0.0)
-        return max(own, inner and self.phased(replace(planned, waves=()), alive, waits=True) + inner)
+        return max(dormant + waiting + 3 * cached + 2 * states + between, back + 2 * cached + states + in_phase_c)
 
     def prefix(self, groups: Sequence[Group]) -> tuple[float, float]:
         """Tokens of the strands, and of those whose outputs rows read. Ranks that share a pass have one slice of the
@@ -320,7 +312,7 @@ def peak_bytes(
                 prefixes = (added.kept(added.prefix(one.groups)[0]) for one in plan.phased)
                 resident = alive * max(prefixes, default=0.0)
         peaks = [
-            added.packed(one) + resident if isinstance(one, PackedPass) else added.nested(one, alive)
+            added.packed(one) + resident if isinstance(one, PackedPass) else added.phased(one, alive)
             for one in plan.passes
         ]
         several = len(plan.every) > 1 or bool(plan.waves)

@@ -174,11 +174,8 @@ class Group:
         Args:
             upto: how many of each row's first tokens that phase A and those around it compute, by the row's number.
         """
-        ends, numbers, strands = self._ends(upto), {-1: -1}, list[Strand]()
-        for i, (strand, end) in enumerate(zip(self.strands, ends, strict=True)):
-            if end > strand.start:
-                numbers[i] = len(strands)
-                strands.append(strand._replace(end=end, parent=numbers[strand.parent]))
+        ends = self._ends(upto)
+        strands, numbers = self._shortened(ends)
         forks = []
         for fork in self.forks:
             inside = (
@@ -195,12 +192,8 @@ class Group:
         Args:
             upto: as of `top`. members: as of `of`.
         """
-        ends, upper, lower = self._ends(upto), {-1: -1}, dict[int, int]()
-        strands: list[Strand] = []
-        for i, (strand, end) in enumerate(zip(self.strands, ends, strict=True)):
-            if end > strand.start:
-                upper[i] = len(strands)
-                strands.append(strand._replace(end=end, parent=upper[strand.parent]))
+        ends, lower = self._ends(upto), dict[int, int]()
+        strands, upper = self._shortened(ends)
         outer = len(strands)
 
         def after(strand: int, start: int) -> int:
@@ -221,6 +214,15 @@ class Group:
             strand.end if i < self.outer else max(strand.start, min(strand.end, upto[strand.row]))
             for i, strand in enumerate(self.strands)
         ]
+
+    def _shortened(self, ends: Sequence[int]) -> tuple[list[Strand], dict[int, int]]:
+        """The strands up to `ends`, without empty ones, and their new numbers by the old ones."""
+        numbers, strands = {-1: -1}, list[Strand]()
+        for i, (strand, end) in enumerate(zip(self.strands, ends, strict=True)):
+            if end > strand.start:
+                numbers[i] = len(strands)
+                strands.append(strand._replace(end=end, parent=numbers[strand.parent]))
+        return strands, numbers
 
     def renumbered(self, numbers: Mapping[int, int]) -> "Group":
         """The group with other numbers for its rows."""

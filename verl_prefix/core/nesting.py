@@ -10,6 +10,7 @@
 Every token is computed once. What is alive at once is the strands of the phases A around, and one pass among them.
 """
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -80,9 +81,6 @@ class Nesting:
         budget: tokens that may be alive at once, unless one row alone has more.
         pass_tokens: the most tokens of a packed pass or wave; None: what is left of the budget.
         offload: strands of phases A wait in host memory, and do not count.
-
-    Attributes:
-        cut: the way; None where the group has no strands, or rows that do not follow each other.
     """
 
     def __init__(self, group: Group, budget: int, pass_tokens: int | None, offload: bool) -> None:
@@ -91,15 +89,19 @@ class Nesting:
         self._budget = budget if offload else max(budget, longest)
         self._most = pass_tokens or sys.maxsize
         self._runs: list[_Run] = []
-        self.cut: _Cut | None = None
-        if self._read_runs():
+        self._is_tree = self._read_runs()
+        if self._is_tree:
             self._sizes = [run.length + sum(n for n, _ in run.units) for run in self._runs]
             self._rows = [tuple(row for _, rows in run.units for row in rows) for run in self._runs]
             for number in reversed(range(len(self._runs))):
                 for following in self._runs[number].next:
                     self._sizes[number] += self._sizes[following]
                     self._rows[number] += self._rows[following]
-            self.cut = self._best()
+
+    @functools.cached_property
+    def cut(self) -> _Cut | None:
+        """The way; None where the group has no strands, or rows that do not follow each other."""
+        return self._best() if self._is_tree else None
 
     def is_better(self, tokens: int, forwards: int) -> bool:
         """Than a way to compute the group in so many tokens and forwards."""
@@ -118,7 +120,7 @@ class Nesting:
             leaves = tuple((tokens, tuple(rows)) for tokens, rows in run.units)
             return _Cut(0, 0, frozenset((number,)), tuple((i, cut(i)) for i in run.next), leaves, 1)
 
-        return self.cut and self._pass(self._group, cut(0))
+        return self._pass(self._group, cut(0)) if self._is_tree else None
 
     def _read_runs(self) -> bool:
         group = self._group
