@@ -22,7 +22,7 @@ def process_group(command: list[str], env: dict[str, str], log_path: Path) -> It
     """Run `command` in its own session; on leaving, end it and everything that it started, Ray's daemons included."""
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            [*command], env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         session = process.pid
         try:
