@@ -16,7 +16,7 @@ from tree_models import FAMILIES, equal_hf, error, measure, small  # noqa: F401
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.waves import make_plan
-from verl_prefix.testing.rollouts import flatten
+from verl_prefix.testing.rollouts import flatten, turn_rollouts
 
 
 def deep(d: Dialogue) -> None:
@@ -89,6 +89,13 @@ def test_a_session_is_planned_however_many_turns_it_has():
     group = Group(tuple(range(turns)), said * turns, (thought,) * turns, (strand,), forks, firsts)
     plan = make_plan([group], 200, "auto")
     assert plan.depth > 1 and plan.num_physical_tokens == turns * (said + thought)
+
+
+def test_packed_passes_in_a_phase_a_are_even():
+    """Four sessions of 800 tokens after a prompt: two passes of two sessions, not three in one and one in another."""
+    batch = turn_rollouts(200, 4, 5, 30, 10, 40, 1 << 30)
+    (one,) = plan_of(batch, 1640).phased
+    assert [(nested.num_tokens, len(nested.groups)) for nested in one.nested] == [(800, 1), (800, 1)]
 
 
 RUNS = {

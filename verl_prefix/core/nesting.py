@@ -12,6 +12,7 @@ Every token is computed once. What is alive at once is the strands of the phases
 
 import functools
 import sys
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -202,8 +203,9 @@ class Nesting:
         leaves = [*top.units, *((self._sizes[i], self._rows[i]) for i in top.next if self._sizes[i] <= room)]
         inner = [(i, best[i, alive]) for i in self._apart(top, alive)]
         leaves.sort(key=lambda leaf: leaf[1])
-        bins = _bins(leaves, room)
-        most = max([alive + sum(tokens for tokens, _ in one) for one in bins] + [cut.most for _, cut in inner])
+        bins = _even_bins(leaves, room)
+        largest = max((sum(tokens for tokens, _ in one) for one in bins), default=0)
+        most = max([alive + largest, *(cut.most for _, cut in inner)])
         forwards = 1 + len(bins) + sum(cut.forwards for _, cut in inner)
         return _Cut(most, forwards, top.runs, tuple(inner), tuple(leaves), room)
 
@@ -224,9 +226,8 @@ class Nesting:
             rows = {self._group.rows[i] for i in members}
             return group.below(upto, [i for i, row in enumerate(group.rows) if row in rows])
 
-        packed = [
-            PackedPass((below([row for _, rows in leaves for row in rows]),)) for leaves in _bins(cut.leaves, cut.room)
-        ]
+        bins = _even_bins(cut.leaves, cut.room)
+        packed = [PackedPass((below([row for _, rows in leaves for row in rows]),)) for leaves in bins]
         phased = [self._pass(below(self._rows[number]), one) for number, one in cut.inner]
         top = group.top(upto)
         return PhasedPass((top,), (), top.reads_strands, (*packed, *phased))
@@ -253,3 +254,11 @@ def _bins(leaves: Sequence[_Leaf], room: int) -> list[list[_Leaf]]:
     if len(bins) <= max(1, -(-sum(tokens for tokens, _ in leaves) // max(room, 1))):
         return bins
     return min(bins, first_fit(leaves, lambda leaf: leaf[0], room), key=len)
+
+
+def _even_bins(leaves: Sequence[_Leaf], room: int) -> list[list[_Leaf]]:
+    """As few bins as `_bins`, in the least room that they need."""
+    most = len(_bins(leaves, room))
+    even = -(-sum(tokens for tokens, _ in leaves) // max(most, 1))
+    rooms = range(min(even, room), room + 1)
+    return _bins(leaves, rooms[bisect_left(rooms[:-1], True, key=lambda less: len(_bins(leaves, less)) <= most)])
