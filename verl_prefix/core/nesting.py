@@ -12,7 +12,6 @@ Every token is computed once. What is alive at once is the strands of the phases
 
 import functools
 import sys
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -257,8 +256,9 @@ def _bins(leaves: Sequence[_Leaf], room: int) -> list[list[_Leaf]]:
 
 
 def _even_bins(leaves: Sequence[_Leaf], room: int) -> list[list[_Leaf]]:
-    """As few bins as `_bins`, in the least room that they need."""
-    most = len(_bins(leaves, room))
-    even = -(-sum(tokens for tokens, _ in leaves) // max(most, 1))
-    rooms = range(min(even, room), room + 1)
-    return _bins(leaves, rooms[bisect_left(rooms[:-1], True, key=lambda less: len(_bins(leaves, less)) <= most)])
+    """As few bins as `_bins`, in less room where that does."""
+    bins = _bins(leaves, room)
+    even = -(-sum(tokens for tokens, _ in leaves) // max(len(bins), 1))
+    rooms = (even + (room - even) * i // 4 for i in range(4 if even < room else 0))
+    tried = (_bins(leaves, less) for less in rooms)
+    return next((found for found in tried if len(found) <= len(bins)), bins)
