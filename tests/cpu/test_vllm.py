@@ -41,6 +41,7 @@ def test_three_steps_of_stock_and_prefix_with_a_weight_update_each(tmp_path, war
     assert all(step["data"]["prefix/reuse_fraction"] > 0.5 for step in report["arms"]["prefix"]["steps"])
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_updates_replay_the_routes_that_two_replicas_record(tmp_path, train, spawn, monkeypatch):
     """R3. Which replica gets a request follows the clock, so that no second training has the same rows: verl's own

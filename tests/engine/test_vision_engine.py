@@ -209,12 +209,12 @@ def results(request, paths, ranks):
 
 def _cases(*names: str) -> pytest.MarkDecorator:
     """Of every family, all or these; make test has those of one family, and of the others what differs most: towers of
-    GLM's and experts are in models/test_vision.py. CI has all on two ranks, and on one rank all of one family."""
+    GLM's and experts are in models/test_vision.py. CI has all on two ranks."""
     quick = {(1, family, "phased") for family in ("qwen2_5_vl", "qwen3_5")}
     quick |= {(1 if case in ALONE else 2, "qwen3_vl", case) for case in CASES if case not in AS_WITH_TEXT}
 
     def marks(one: tuple[int, str, str]) -> tuple | pytest.MarkDecorator:
-        return () if one in quick else pytest.mark.ci if one[0] == 2 or one[1] == "qwen3_vl" else pytest.mark.full
+        return () if one in quick else pytest.mark.ci if one[0] == 2 else pytest.mark.full
 
     every = [(world, family, case) for world in WORLDS for family in FAMILIES for case in FAMILIES[family]]
     params = [
