@@ -184,6 +184,15 @@ def test_curves_of_zeros_and_of_one_step_are_seen(drawn: list[Figure], log: bool
     assert not log or high >= 9.99 * low, "rounding fills the axis"
 
 
+def test_losses_that_differ_by_rounding_are_read_off_the_axis(drawn: list[Figure]) -> None:
+    """Of one step: not as billionths above a number in the corner."""
+    loss = plots.Curves("Loss", "loss", [1], [("stock", [0.06710894]), ("ours", [0.06710887])])
+    assert plots.save(Path("unused.png"), "title", [loss])
+    (axes,) = drawn[0].axes
+    low, high = axes.get_ylim()
+    assert high - low > 0.01 * low and not axes.yaxis.get_major_formatter().get_useOffset()
+
+
 def test_without_matplotlib_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

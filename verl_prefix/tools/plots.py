@@ -75,9 +75,12 @@ class Curves:
         pairs = (pair for _, ys in self.curves for pair in zip(self.steps, ys, strict=True))
         for step in {step for step, y in pairs if y == 0 and self.zero}:
             axes.text(step, 0.04, self.zero, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
-        low, high = axes.get_ylim()
-        if high - low < self.least:
-            axes.set_ylim((low + high - self.least) / 2, (low + high + self.least) / 2)
+        if axes.get_yscale() == "linear":
+            axes.ticklabel_format(axis="y", useOffset=False)
+            low, high = axes.get_ylim()
+            least = max(self.least, abs(low + high) / 100)
+            if high - low < least:  # rounding must not fill this axis either
+                axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
         axes.set_xlim(self.steps[0] - 0.5, self.steps[-1] + 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set(xlabel=self.x, ylabel=self.unit)
