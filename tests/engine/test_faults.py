@@ -22,7 +22,7 @@ from whole_tensors import full
 from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.backends import fsdp
+from verl_prefix.backends import hugging_face
 from verl_prefix.core.errors import add_note, annotate_backwards, annotate_errors
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
@@ -426,10 +426,10 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
 ])  # fmt: skip
 def test_logits_are_read_once_by_flash_attns_cross_entropy_alone(monkeypatch, flags, installed, disabled, once):
     """MOCK: whether flash-attn is installed."""
-    monkeypatch.setattr(fsdp.torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", installed)
+    monkeypatch.setattr(hugging_face.torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", installed)
     monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", disabled)
     flags = outputs.flags_of(tu.get_tensordict({"input_ids": torch.zeros(1, 1)}, flags))
-    assert fsdp.FSDPBackend.reads_logits_once(None, flags) == once
+    assert hugging_face.HFBackend.reads_logits_once(None, flags) == once
 
 
 @pytest.mark.parametrize(("suffix", "attention", "advice"), [

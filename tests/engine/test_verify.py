@@ -29,7 +29,7 @@ from nesting import BROKEN
 from runners import random_rollouts, run_shared, run_stock
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.backends.fsdp import gradients_of, noise_of
+from verl_prefix.backends.hugging_face import gradients_of, noise_of
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import GroupedAttention

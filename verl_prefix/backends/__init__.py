@@ -1,9 +1,18 @@
-"""A file per engine of verl: what only that engine knows, behind `engine.backend.Backend`.
+"""What only one engine of verl knows, behind `engine.backend.Backend`. `verl_prefix.engine` does all else.
 
-`fsdp` is verl's FSDP2 engine (`model_engine=prefix`), `stock_path` what verl's own path of a Hugging Face model needs
-to be right, `veomni` verl's VeOmni engine (`model_engine=prefix_veomni`), where VeOmni is installed, `megatron` its
-Megatron engine (`model_engine=prefix_megatron`), where megatron-core is. Everything else of a mini-batch is the engine
-room's (`verl_prefix.engine`).
+Reading order:
+
+    hugging_face        what the backends of FSDP2 and VeOmni have in common
+    fsdp                verl's FSDP2 engine, `model_engine=prefix`
+    stock_path          what verl's own path of a Hugging Face model needs to be right
+    veomni              verl's VeOmni engine, `model_engine=prefix_veomni`, where VeOmni is installed
+    megatron            verl's Megatron engine, `model_engine=prefix_megatron`, where megatron-core is installed
+    megatron_schedule   how Megatron runs a plan's passes
+    pipeline            the same on the stages of a pipeline
+
+The YAML of VeOmni and Megatron names `verl_prefix.backends.<Config>` as `_target_`. Instantiating one on a worker
+imports this package, which registers their engines. The YAML of FSDP2 names `verl_prefix.backends.fsdp`, which
+registers its own.
 """
 
 from verl.workers.engine import MegatronEngineWithLMHead, VeOmniEngineWithLMHead

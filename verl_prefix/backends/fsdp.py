@@ -5,175 +5,36 @@ Source: verl/workers/engine/fsdp/transformer_impl.py, FSDPEngine and FSDPEngineW
 
 import copy
 import functools
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.utils import torch_functional
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_prefix.auto.cost import Memory
-from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.stock_path import HFStockPath, without_ulysses
+from verl_prefix.backends.hugging_face import HFBackend, check_on_rank
+from verl_prefix.backends.stock_path import HFStockPath
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import CRITIC, FSDP2
 from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_value_head
-from verl_prefix.config.model import check_dealt, check_sequence_parallel, warn_of_replaced_options
+from verl_prefix.config.model import warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.forward import PackedForward
-from verl_prefix.core.gradients import gradients_aside
-from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import Schedule
 from verl_prefix.cpu.engine import CPUFSDPEngine
-from verl_prefix.engine.backend import Ranks, Replay, StockPath
+from verl_prefix.engine.backend import StockPath
 from verl_prefix.engine.loss import LossFunction
-from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
-from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models import vision
-from verl_prefix.models.hookup import HookedModel
-from verl_prefix.models.recurrent import mixers
-from verl_prefix.models.replaced import replaced
-from verl_prefix.models.support import check_dropout, check_supported
 
 
 class PrefixCriticEngineConfig(PrefixEngineConfig):
-    """Those of a critic. It stands here, since verl sends it to workers, which so load the engine."""
+    """Config of a critic. It is in this module, not in config/, because verl sends it to workers: unpickling it there
+    imports the module, which registers the engine."""
 
     on, of_critic = CRITIC, True
-
-
-class HFBackend:
-    """What `engine.backend.Backend`s of Hugging Face models have in common, on verl's FSDPEngine and on engines that
-    derive from it. Each adds its `memory`, `stock_facts`, `stock_batch` and `_gradient_sync`.
-
-    Args:
-        engine: verl's.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.has_no_updates: bool = engine.engine_config.forward_only
-        self.deterministic: bool = engine.engine_config.full_determinism
-        size = engine.ulysses_sequence_parallel_size
-        self.ranks = Ranks(
-            engine.get_data_parallel_group(), engine.get_data_parallel_rank(), engine.get_data_parallel_size(),
-            copies=size, slices=size, slice_group=engine.ulysses_parallel_group,
-            writes=engine.is_mp_src_rank_with_outputs(),
-        )  # fmt: skip
-
-    counts_last_tokens = False
-    after_not_finite = "verl skips an update whose gradient norm is not finite"
-
-    def check_model(self) -> None:
-        check_dropout(self._engine.module)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        # Set where verl's FSDP engine builds its module; engines that build their own may not.
-        dtype: torch.dtype = getattr(self._engine, "_autocast_dtype", torch.bfloat16)
-        return dtype
-
-    @property
-    def config(self) -> Any:
-        return self._engine.module.config
-
-    @functools.cached_property
-    def replay(self) -> Replay | None:
-        mode, text = self._engine.engine_config.router_replay.mode, self.config.get_text_config()
-        return None if mode == "disabled" else Replay(mode, text.num_hidden_layers, text.num_experts_per_tok)
-
-    @functools.cached_property
-    def shape(self) -> ModelShape:
-        return model_shape(self._engine.module, self.dtype)
-
-    def gradient_bytes(self) -> float:
-        if self.has_no_updates:
-            return 0.0
-        shards = (local_shard(p) for p in self._engine.module.parameters() if p.requires_grad)
-        return float(sum(shard.nbytes for shard in shards if shard.device.type != "cpu"))
-
-    def schedule(
-        self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
-        meter: Meter | None = None, **options: Any,
-    ) -> Schedule:  # fmt: skip
-        return Schedule(
-            PackedForward(
-                HookedModel(self._engine.module, replays=self.replay is not None),
-                outputs,
-                context=self.autocast,
-                sequence_group=self.ranks.slice_group,
-                **options,
-            ),
-            step,
-            None if forward_only else self._backward,
-            gradient_sync=lambda last: nullcontext() if forward_only else self._gradient_sync(last),
-            offload=offload,
-            meter=meter or Meter(),
-        )
-
-    def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of a backward, the last of an update or not, in which gradients are reduced as in verl's own path."""
-        raise NotImplementedError
-
-    def model_metrics(self, schedule: Schedule) -> dict[str, float]:
-        assert isinstance(schedule.forward.model, HookedModel)
-        return schedule.forward.model.expert_loads.metrics(self.ranks.sum_over_ranks)
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        scaler = getattr(self._engine, "scaler", None)  # of fp16
-        (loss if scaler is None else scaler.scale(loss)).backward()
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        if self.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(device_type=get_device_name(), dtype=self.dtype)
-
-    def output_names(self, flags: Mapping[str, bool]) -> list[str]:
-        return policy_outputs(flags)
-
-    def token_outputs(
-        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, is_one: bool,
-        processor: Callable[..., Any] | None,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """By verl's prepare_model_outputs, as of one row."""
-        labels = tokens["input_ids"].values()
-        output_args = {
-            "temperature_is_one": is_one, "temperature_rmpad": temperature, "input_ids_rmpad_rolled": labels,
-            "pad_size": 0,
-        }  # fmt: skip
-        # Under sequence parallelism verl's engine would gather outputs here, and its processor cut the teacher's rows.
-        # All are this rank's tokens': the schedule gathers outputs of a pass once.
-        with replaced(self._engine, "use_ulysses_sp", False), without_ulysses():
-            model_output = SimpleNamespace(logits=logits.unsqueeze(0))
-            outputs = self._engine.prepare_model_outputs(model_output, output_args, tokens, processor)
-        return {name: x.values() for name, x in outputs.items()}
-
-    def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
-        """Log-probs alone do, by flash-attn's cross entropy, which writes the gradient over the logits. Entropy, and
-        log-probs without that package, need several copies in fp32."""
-        by_flash_attn = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
-        by_flash_attn = by_flash_attn and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
-        return by_flash_attn and not any(flags.values())
-
-    def logits_like(self) -> torch.Tensor:
-        vocab_size = self.config.get_text_config().vocab_size
-        return torch.zeros((1, vocab_size), dtype=self.dtype, device=get_device_id())
-
-    def gradients(self) -> Gradients:
-        return gradients_of(self._engine.module)
-
-    def rounding_noise(self) -> AbstractContextManager[None]:
-        return noise_of(self._engine.module, self.dtype)
-
-    def gradients_aside(self) -> AbstractContextManager[None]:
-        return gradients_aside(self._engine.module)
 
 
 class FSDPBackend(HFBackend):
@@ -217,43 +78,6 @@ class ValueBackend(FSDPBackend):
 
     def logits_like(self) -> torch.Tensor:
         return torch.zeros((1, 1), dtype=self.dtype, device=get_device_id())
-
-
-def gradients_of(model: Any) -> Gradients:
-    """`Gradients` of a Hugging Face model: recurrent mixers whole; of each layer, and of the vision tower, a part."""
-    layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
-    tower = {"the vision tower": vision.tower_of(model)} if vision.is_vision_config(model.config) else {}
-    whole = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
-    return Gradients(model, whole, layers | tower, _local_grad)
-
-
-def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's shard."""
-    return local_shard(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach()
-
-
-def local_shard(x: Any) -> torch.Tensor:
-    """This rank's shard of a tensor that FSDP2 sharded, and any other as it is."""
-    shard: torch.Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return shard
-
-
-def noise_of(model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """`rounding_noise` in the attention and the recurrent mixers of a Hugging Face model."""
-    attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
-    return rounding_noise(attention, mixers(model), dtype)
-
-
-def check_on_rank(model_config: Any, key: str, size: int, model: str = "actor_rollout_ref.model") -> None:
-    """Checks in a worker what the driver checked where it saw the model: its layers, and the number of ranks that share
-    a row, which `key` sets. model: the key of its section.
-
-    Raises:
-        ValueError: naming what stands in the way.
-    """
-    check_supported(model_config.hf_config, model)
-    check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config, model)
-    check_dealt(key, size, model_config.hf_config)
 
 
 class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):

@@ -16,7 +16,7 @@ from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.fsdp import HFBackend, check_on_rank
+from verl_prefix.backends.hugging_face import HFBackend, check_on_rank
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import VEOMNI
 from verl_prefix.config.model import is_varlen

@@ -24,7 +24,8 @@ from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConf
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
-from verl_prefix.backends.fsdp import PrefixEngineConfig, local_shard
+from verl_prefix.backends.fsdp import PrefixEngineConfig
+from verl_prefix.backends.hugging_face import local_shard
 from verl_prefix.backends.stock_path import replaying
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.engine.backend import Replay
