@@ -18,7 +18,7 @@ from torch.distributed import get_rank
 
 import verl_prefix
 from verl_prefix.backends.fsdp import FSDPBackend
-from verl_prefix.engine.paths import Stock
+from verl_prefix.engine.paths import WhyStock
 from verl_prefix.testing import write_tiny_model
 
 PACKAGE = Path(verl_prefix.__file__).parent
@@ -112,7 +112,7 @@ def _walk(models: dict, rows: str, has_outputs: bool) -> tuple[list, list[str], 
     try:
         with engine.eval_mode(disable_auto_offload=True):
             log_probs = engine.infer_batch(data.copy())
-            with mock.patch.object(engine._paths, "always", Stock("asked for")):
+            with mock.patch.object(engine._paths, "always", WhyStock("asked for")):
                 engine.infer_batch(data.copy())
         with engine.train_mode(disable_auto_offload=True):
             loss = _loss({"policy_loss": {"loss_mode": "bypass_mode"}})  # which needs a token

@@ -114,14 +114,14 @@ def _one_token_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def _of_another_row(patch: pytest.MonkeyPatch) -> None:
-    of_rows = TokenOutputs.of_rows
+    scatter = TokenOutputs.scatter_to_rows
 
     def turned(self: TokenOutputs, *args: object) -> dict[str, torch.Tensor]:
-        rows = of_rows(self, *args)["values"].unbind()
+        rows = scatter(self, *args)["values"].unbind()
         moved = [torch.cat([rows[i - 1], row.detach()])[: len(row)] for i, row in enumerate(rows)]
         return {"values": torch.nested.nested_tensor_from_jagged(torch.cat(moved), args[2])}
 
-    patch.setattr(TokenOutputs, "of_rows", turned)
+    patch.setattr(TokenOutputs, "scatter_to_rows", turned)
 
 
 def _broken(models: dict, broken: str, schedule: str) -> tuple[dict[str, float], list[str]]:

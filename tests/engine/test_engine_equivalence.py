@@ -46,7 +46,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.self_check import LayerCheck
+from verl_prefix.engine.self_check import LayerProbe
 from verl_prefix.testing import write_tiny_model
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -390,7 +390,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     from verl.workers.engine_workers import TrainingWorker
 
     from verl_prefix.engine import prefix_engine
-    from verl_prefix.engine.paths import Stock
+    from verl_prefix.engine.paths import WhyStock
 
     torch.manual_seed(0)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
@@ -407,7 +407,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     data = tu.index_select_tensor_dict(data, order)
     for name in ("use_dynamic_bsz", "micro_batch_size_per_gpu"):
         del data[name]
-    always, worker.engine._paths.always = worker.engine._paths.always, Stock("a test")
+    always, worker.engine._paths.always = worker.engine._paths.always, WhyStock("a test")
     tu.assign_non_tensor(data, compute_loss=False)
     worker.infer_batch(data.copy())
     worker.engine._paths.always = always
@@ -745,7 +745,7 @@ def _names_another_ranks_layer(models: dict) -> None:
         self.worst_attention = (9.0, 1) if last else (4.0, 0)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="attention of layer 1 .*by 9 times"):
-        patch.setattr(LayerCheck, "attention", attention)
+        patch.setattr(LayerProbe, "attention", attention)
         _measure("prefix", models["qwen3"], get_rank(), {})
 
 
@@ -754,7 +754,7 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
     path, and of an update after a missed self-check; each has a row of padding."""
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.engine.paths import Stock
+    from verl_prefix.engine.paths import WhyStock
 
     groups, found = [("a", 60, [9, 9], ""), (PAD, 5, [2], "pad")], []
     engine = _engine("prefix", models["qwen3"], {"min_speedup": 1e-6, "verify_action": "fallback"})
@@ -764,7 +764,7 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
             tu.assign_non_tensor(data, force_group_size=size)
             found.append(engine.infer_batch(data.copy())["metrics"])
     tu.assign_non_tensor(data, force_group_size=1)
-    engine._verification.failure = Stock("the self-check missed")
+    engine._verification.failure = WhyStock("the self-check missed")
     with engine.train_mode(disable_auto_offload=True):
         found.append(engine.forward_backward_batch(data.copy(), _loss({}))["metrics"])
     return [("prefix/predicted_speedup" in metrics, metrics["prefix/stock_rows"][0]) for metrics in found]
@@ -773,7 +773,8 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
 def _reasons_for_stock(models: dict) -> list[str]:
     data, engine = _batch(0, 512, {}), _engine("prefix", models["qwen3"], {"min_speedup": 1e6})
     groups = [Group((row,), 10, (5,)) for row in range(len(data))]
-    return [engine._paths.plan(BatchRows(data), groups, forward_only).reason for forward_only in (False, True, False)]
+    plans = [engine._paths.plan(BatchRows(data), groups, forward_only, set()) for forward_only in (False, True, False)]
+    return [why.reason for why, _ in plans]
 
 
 def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
@@ -1058,7 +1059,7 @@ def test_rows_without_a_response_give_every_rank_as_many_metrics(results):
 def test_a_rank_of_fewer_passes_counts_in_verls_metrics_as_one_of_more(aggregation, expected, of_a_pass):
     from verl.utils.metric import Metric
 
-    from verl_prefix.engine.mini_batch import even_out
+    from verl_prefix.engine.pass_results import even_out
 
     ranks = [Metric(aggregation), Metric(aggregation)]
     for metric, values in zip(ranks, ([1.0, 2.0, 6.0], [4.0]), strict=True):

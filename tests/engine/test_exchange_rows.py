@@ -178,14 +178,24 @@ def outputs_of(data) -> dict[str, torch.Tensor]:
     return {"log_probs": nested, "entropy": nested.to(torch.bfloat16)}
 
 
+def opened(data, trees, option: str = "auto"):
+    """The exchange of this rank's batch with all ranks."""
+    import torch.distributed as dist
+
+    from verl_prefix.engine.exchange import open_exchange
+    from verl_prefix.engine.loss import Loss
+    from verl_prefix.engine.rows import BatchRows
+
+    ranks = SimpleNamespace(data=dist.group.WORLD, data_size=dist.get_world_size())
+    return open_exchange(SimpleNamespace(ranks=ranks, shape=SHAPE), option, BatchRows(data), trees, Loss(None))
+
+
 def _problems(batch: dict, seed: int) -> list[str]:
     """What is wrong with the exchange of a batch, as this rank sees it."""
     import torch.distributed as dist
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.engine.exchange import exchange_rows
     from verl_prefix.engine.grouping import TreeRule
-    from verl_prefix.engine.rows import BatchRows
     from verl_prefix.models.vision import CARRIES
 
     rank, problems = dist.get_rank(), []
@@ -212,8 +222,8 @@ def _problems(batch: dict, seed: int) -> list[str]:
         one.start()
     # Of a batch before, whose rows stayed, one rank may have seen turns alone.
     trees = TreeRule("uid", frozenset([END]), cut_before=rank == seed % 2) if batch["turns"] else TreeRule()
-    exchange = exchange_rows(BatchRows(data), SHAPE, dist.group.WORLD, trees)
-    found = exchange.rows.data
+    exchange = opened(data, trees)
+    found = exchange.computed.data
     if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):
         problems.append(f"{len(found)} rows are groups {exchange.groups}")
     back = exchange.give_back(outputs_of(found))
@@ -288,7 +298,7 @@ class _Break:
         from verl_prefix.engine import exchange, row_bytes, row_table, travel
 
         self.patches = []
-        real_pack, real_place = row_bytes.RowBytes.pack, row_table.place_rows
+        real_pack, real_place = row_bytes.RowCodec.pack, row_table.place_rows
         real_groups, real_empty = exchange.group_rows, torch.empty
 
         def no_memory(*args, **kwargs):
@@ -318,14 +328,14 @@ class _Break:
             return changed
 
         broken = {
-            "outputs in another order": (row_bytes.RowBytes, "pack", pack(lambda rows: rows[::-1], True), 1),
-            "a row lost": (row_bytes.RowBytes, "pack", pack(lambda rows: rows[:-1], False), 1),
-            "a row twice": (row_bytes.RowBytes, "pack", pack(lambda rows: rows + rows[-1:], False), 1),
+            "outputs in another order": (row_bytes.RowCodec, "pack", pack(lambda rows: rows[::-1], True), 1),
+            "a row lost": (row_bytes.RowCodec, "pack", pack(lambda rows: rows[:-1], False), 1),
+            "a row twice": (row_bytes.RowCodec, "pack", pack(lambda rows: rows + rows[-1:], False), 1),
             "a row of a rank that is not there": (row_table, "place_rows", placed(lambda ranks: [9, *ranks[1:]]), None),
             "another placement": (row_table, "place_rows", placed(lambda ranks: ranks[::-1]), 1),
             "no memory while rows are described": (travel, "describe", no_memory, 2),
-            "no memory while rows are sent": (row_bytes.RowBytes, "pack", pack(no_memory, False), 2),
-            "no memory while outputs are returned": (row_bytes.RowBytes, "pack", pack(no_memory, True), 2),
+            "no memory while rows are sent": (row_bytes.RowCodec, "pack", pack(no_memory, False), 2),
+            "no memory while outputs are returned": (row_bytes.RowCodec, "pack", pack(no_memory, True), 2),
             "other tokens": (exchange, "group_rows", other_tokens, 1),
             "no memory while rows arrive": (torch, "empty", no_room, 2),
             "no pixels": (exchange, "receive_pixels", no_memory, 2),
@@ -359,13 +369,10 @@ class _Uid:
 
 
 def _broken(how: str, rank: int) -> str:
-    import torch.distributed as dist
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.engine import exchange as room
-    from verl_prefix.engine.exchange import exchange_rows
     from verl_prefix.engine.grouping import TreeRule
-    from verl_prefix.engine.rows import BatchRows
     from verl_prefix.engine.together import together
 
     data = batch_of([r for r, at in zip(rows_of(TORN, 0), TORN["ranks"], strict=True) if at == rank])
@@ -377,9 +384,9 @@ def _broken(how: str, rank: int) -> str:
                 with together("receiving pixels"):  # as the engine does
                     room.receive_pixels(data)
             if "stay" in how:
-                exchange_rows(BatchRows(data), SHAPE, None, TreeRule())
-            exchange = exchange_rows(BatchRows(data), SHAPE, dist.group.WORLD, TreeRule())
-            outputs = outputs_of(exchange.rows.data)
+                opened(data, TreeRule(), option="off")
+            exchange = opened(data, TreeRule())
+            outputs = outputs_of(exchange.computed.data)
             if how == "an output lost" and rank == 1:
                 outputs = {
                     n: torch.nested.as_nested_tensor(x.unbind()[1:], layout=torch.jagged) for n, x in outputs.items()
@@ -408,7 +415,7 @@ def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
     torch.save(results, f"{out}.{rank}")
     # Last, since the others cannot go on: a rank that dies while rows travel.
     if rank == 1:
-        with mock.patch("verl_prefix.engine.row_bytes.RowBytes.pack", lambda *_: os._exit(0)):
+        with mock.patch("verl_prefix.engine.row_bytes.RowCodec.pack", lambda *_: os._exit(0)):
             _broken("", rank)
     results["a rank dies"] = _broken("", rank)
     torch.save(results, f"{out}.{rank}")
@@ -584,19 +591,19 @@ def test_a_rank_that_dies_is_an_error_on_the_others(results):
 
 
 def test_a_number_per_row_is_laid_out_otherwise_than_a_jagged_row_of_numbers():
-    from verl_prefix.engine.row_bytes import RowBytes
+    from verl_prefix.engine.row_bytes import RowCodec
 
     jagged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
-    layouts = [RowBytes({"x": x}).layout for x in (torch.ones(2), torch.ones(2, 1), torch.ones(3), jagged)]
+    layouts = [RowCodec({"x": x}).layout for x in (torch.ones(2), torch.ones(2, 1), torch.ones(3), jagged)]
     assert layouts[0] == layouts[2] and len(set(layouts)) == 3
 
 
 def test_rows_of_any_length_leave_no_type_behind():
     """ctypes keeps a type per length of an array for ever: by safetensors.torch, 6 KB for each length of a row."""
-    from verl_prefix.engine.row_bytes import RowBytes
+    from verl_prefix.engine.row_bytes import RowCodec
 
     rows = torch.nested.as_nested_tensor([torch.arange(n) for n in range(1, 300)], layout=torch.jagged)
-    batch = RowBytes({"input_ids": rows, "half": rows.to(torch.bfloat16)})
+    batch = RowCodec({"input_ids": rows, "half": rows.to(torch.bfloat16)})
     before = len(ctypes.Array.__subclasses__())
     found = batch.unpack(batch.pack([batch.row(i, i) for i in range(len(rows))]))
     assert len(ctypes.Array.__subclasses__()) == before

@@ -29,6 +29,7 @@ from verl_prefix.core.waves import make_plan
 from verl_prefix.engine import headroom, outputs
 from verl_prefix.engine import paths as engine_paths
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
+from verl_prefix.engine.pass_results import PassResults
 from verl_prefix.testing import write_tiny_model
 
 PHASED = {"schedule": "phased", "wave_tokens": 40, "verify": "off"}
@@ -48,12 +49,12 @@ OOMS = {
 }
 
 
-def _break(engine, call: int, in_backward: bool):
-    """Makes the `call`-th forward of a layer's MLP, or the backward through it, run out of memory."""
+def _break(engine, call: int, in_backward: bool, error: type[Exception] = torch.OutOfMemoryError):
+    """Makes the `call`-th forward of a layer's MLP, or the backward through it, run out of memory or fail otherwise."""
     calls = 0
 
     def fail(*_):
-        raise torch.OutOfMemoryError("injected: out of memory")
+        raise error("injected: out of memory")
 
     def hook(module, args, output):
         nonlocal calls
@@ -85,6 +86,20 @@ def _error(path: str, options: dict, call: int, in_backward: bool) -> str:
     with pytest.raises(torch.OutOfMemoryError) as raised:
         _update(engine, 0, options)
     return "".join(traceback.format_exception(raised.value))
+
+
+def _searches(path: str) -> list[tuple[str, int]]:
+    """After an OOM and after another error: what the update raises, and how often what is not finite is looked for.
+    MOCK: the search, which fails."""
+    found = []
+    for error in (torch.OutOfMemoryError, RuntimeError):
+        engine = _engine("prefix", path, PHASED)
+        _break(engine, 3, True, error)
+        with mock.patch.object(PassResults, "find_not_finite", side_effect=torch.OutOfMemoryError("search")) as search:
+            with pytest.raises(RuntimeError) as raised:
+                _update(engine, 0, PHASED)
+        found.append((str(raised.value), search.call_count))
+    return found
 
 
 def _nan_advantages(data, masked: bool):
@@ -175,6 +190,7 @@ def _start(rank: int, world: int, rendezvous: str) -> list[str]:
 def _alone(rank: int, rendezvous: str, path: str, out: str) -> None:
     logged = _start(rank, 1, rendezvous)
     results = {name: _error(path, *case) for name, (*case, _) in OOMS.items()}
+    results["searches"] = _searches(path)
     _nan_weights(path)
     results["weights"] = list(logged)
     logged.clear()
@@ -229,6 +245,10 @@ def pair(model, tmp_path_factory, spawn):
 def test_an_oom_says_where_and_what_to_set(alone, case):
     assert "OutOfMemoryError: injected" in alone[case]
     assert all(text in alone[case] for text in OOMS[case][-1]), alone[case]
+
+
+def test_nothing_is_looked_for_after_an_oom_and_a_search_that_fails_hides_no_error(alone):
+    assert alone["searches"] == [("injected: out of memory", 0), ("injected: out of memory", 1)]
 
 
 def test_weights_that_are_not_finite_are_named_by_what_came_out(alone):

@@ -113,7 +113,7 @@ def test_routes_of_other_rows_are_refused():
     rows = _rows([("a", 17, [4, 5])])
     data = batch_of(rows, routed(rows, [16, 16])[::-1])
     with pytest.raises(ValueError, match="routed_experts has other lengths than the rows"):
-        BatchRows(data).routes  # noqa: B018
+        BatchRows(data).expert_routes  # noqa: B018
 
 
 EXPERTS_OF = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"} | dict.fromkeys(

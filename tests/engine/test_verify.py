@@ -41,9 +41,10 @@ from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine import self_check as verify
-from verl_prefix.engine.backend import StockPath
+from verl_prefix.engine.backend import StockFacts
+from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.verify import Verification, _checked_plan
+from verl_prefix.engine.verify import Verification, plan_to_check
 from verl_prefix.models.hookup import HookedModel
 
 # bf16 is what runs have, and the harder to tell from rounding.
@@ -113,7 +114,7 @@ def verdict(
 
     noise = functools.partial(noise_of, model, dtype)
     with gradients_aside(model):
-        return verify.check(
+        return verify.compare(
             lambda: torch.cat(run_stock(model, batch)), ours, noise, gradients_of(model), num_perturbed=perturbed
         )
 
@@ -281,7 +282,7 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
     scores = AttentionParams(0.25)
     out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, (), 0)
-    found = [verify.LayerCheck() for _ in range(2)]
+    found = [verify.LayerProbe() for _ in range(2)]
     found[0].attention(0, layout, q, k, v, None, scores, out)
     found[1].attention(0, layout, q, k, v, None, scores, out * (1 + 1e-2))
     assert found[0].worst_attention[0] < 1.5 and found[1].worst_attention[0] > verify.MAX_ATTENTION
@@ -311,7 +312,7 @@ def test_a_tree_that_no_budget_holds_is_checked_whole_by_what_its_engine_runs(ne
     """Stages of a pipeline, which nest no passes, would leave out the rows of nested ones."""
     strands = (Strand(0, 0, 9), Strand(0, 9, 39, 0), Strand(1, 9, 39, 0))
     group = Group((0, 1, 2), 69, (5, 5, 5), strands, (Fork(1, 39), Fork(2, 39), Fork(0, 9)), (39, 39, 9))
-    plans = {path: _checked_plan(group, 50, path, nests) for path in ("packed", "phased")}
+    plans = {path: plan_to_check(group, 50, path, nests) for path in ("packed", "phased")}
     assert {path: plan.depth for path, plan in plans.items()} == {"packed": 1, "phased": 3 if nests else 1}
     in_waves = sorted(row for wave in plans["phased"].waves for _, piece in wave for row in piece.rows)
     assert in_waves == ([] if nests else [0, 1, 2])
@@ -328,7 +329,7 @@ def _vision_rows(responses: list[list[int]], pixels: list) -> tuple:
     data = tu.get_tensordict({name: nested(x) for name, x in rows.items()} | {"multi_modal_inputs": pixels})
     config = types.SimpleNamespace(model_type="qwen3_vl", image_token_id=5, video_token_id=6)
     ranks = types.SimpleNamespace(max_over_ranks=lambda lacking: lacking)
-    facts = StockPath(dense_mask=False, one_row=False, why_not_sharded=None)
+    facts = StockFacts(dense_mask=False, never_packs=False, why_not_sharded=None)
     return BatchRows(data), types.SimpleNamespace(config=config, ranks=ranks, stock_facts=facts)
 
 
@@ -339,11 +340,11 @@ def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_r
     data, backend = _vision_rows([[1]] * 6, [image, image | clip, image, {}, clip, None])
     groups = [Group((0, 1), 1, (1, 1)), Group((2, 3), 1, (1, 1)), Group((4, 5), 1, (1, 1))]
     backend.ranks.max_over_ranks = lambda lacking: [a or b for a, b in zip(lacking, (False, True), strict=True)]
-    assert Verification(backend, None, None)._checkable(data, groups) == groups[1:]
+    assert Verification(backend, None, None)._candidates(data, groups, 100) == groups[1:]
     # With VeOmni every row runs it twice, so that any will do.
     backend.stock_facts = backend.stock_facts._replace(equal_tower_runs=True)
     backend.ranks.max_over_ranks = lambda lacking: lacking
-    assert Verification(backend, None, None)._checkable(data, groups) == groups
+    assert Verification(backend, None, None)._candidates(data, groups, 100) == groups
 
 
 def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
@@ -352,11 +353,11 @@ def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
     groups = [Group((0, 1), 2, (2, 2)), Group((2,), 2, (2,)), Group((3,), 2, (2,))]
     tree = Group((0, 1, 3), 3, (1, 0, 2), (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2)))
     tree = replace(tree, first_outputs=(2, 2, 2))
-    checkable = Verification(backend, None, None)._checkable
-    assert [group.rows for group in checkable(data, groups)] == [(0,), (3,)]
+    candidates = Verification(backend, None, None)._candidates
+    assert [group.rows for group in candidates(data, groups, 100)] == [(0,), (3,)]
     # A row that lies wholly in strands goes with the row behind it, whose tokens it has.
-    assert [group.rows for group in checkable(data, [tree])] == [(0,)]
-    assert checkable(data, groups[1:2]) == []
+    assert [group.rows for group in candidates(data, [tree], 100)] == [(0,)]
+    assert candidates(data, groups[1:2], 100) == []
 
 
 def test_a_check_that_failed_is_due_again(monkeypatch):
@@ -365,10 +366,10 @@ def test_a_check_that_failed_is_due_again(monkeypatch):
     verdict = mock.Mock(side_effect=[torch.OutOfMemoryError(), verify.Verdict(0.0, 0.0, -1, 0.0, None, 0.0, "")])
     monkeypatch.setattr(checks, "_verdict", verdict)
     backend.shape = types.SimpleNamespace(recurrent_layers=0)
-    groups = [Group((0, 1), 2, (2, 2))]
+    args = data, [Group((0, 1), 2, (2, 2))], 100, Plan(()), Loss(None)
     with pytest.raises(torch.OutOfMemoryError):
-        checks.check(data, groups, 100)
-    assert "prefix/verify_log_probs" in checks.check(data, groups, 100) and not checks.check(data, groups, 100)
+        checks.check(*args)
+    assert "prefix/verify_log_probs" in checks.check(*args) and not checks.check(*args)
 
 
 def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
@@ -376,7 +377,7 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
 
     def found(reduce_sum=lambda values: values, ours=(5.0, 0.0)):
         stock = iter([[0.0, 0.0], *[[1.0, 0.0]] * 3])  # the truth, then perturbed
-        return verify.check(
+        return verify.compare(
             lambda: torch.tensor(next(stock)),
             lambda *args: torch.tensor(ours),
             contextlib.nullcontext,
@@ -388,7 +389,7 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
     seven_others = found(lambda values: [values[0] + 7, values[1] + 7, values[2] + 7])
     assert seven_others.log_probs == pytest.approx(2) and not seven_others.missed
     assert found(ours=(float("nan"), 0.0)).missed
-    assert not verify.check(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none).missed
+    assert not verify.compare(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none).missed
 
 
 @pytest.mark.parametrize("off", [1e-3, float("nan"), 0.0])
@@ -396,7 +397,7 @@ def test_a_part_without_noise_may_not_be_off(off):
     """Its ratio has no unit. Where ours is off by nothing too, rows are empty or nothing reaches the part."""
     distances = iter([[0.0]] * 3 + [[0.0], [off]])  # perturbed, packed, phased
     part = types.SimpleNamespace(parts={"a part": []}, keep=lambda: [1.0], distances=lambda: next(distances))
-    found = verify.check(lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part)
+    found = verify.compare(lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part)
     assert found.missed == (off != 0) and found.part == ("a part" if off else "")
 
 

@@ -99,7 +99,7 @@ def test_imports_stay_inside_the_borders():
         ("core/kernels/cpu.py", "flash_attn.flash_attn_func"),
         ("models/vision.py", "verl.utils"),
         ("engine/prefix_engine.py", "verl_prefix.tools.ab.replay"),
-        ("trainer/prefix_sync.py", "verl_prefix.engine.mini_batch"),
+        ("trainer/prefix_sync.py", "verl_prefix.engine.pass_results"),
         ("tools/doctor.py", "matplotlib.pyplot"),
     ],
 )

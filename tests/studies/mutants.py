@@ -41,7 +41,7 @@ CORE = (
 )  # fmt: skip
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",
-    "engine/rows.py", "engine/grouping.py", "engine/outputs.py", "engine/mini_batch.py", "engine/loss.py",
+    "engine/rows.py", "engine/grouping.py", "engine/outputs.py", "engine/pass_results.py", "engine/loss.py",
     "core/forward.py", "core/kernels/cpu.py",
 ]  # fmt: skip
 TOGETHER = ["engine/exchange.py", "engine/travel.py", "engine/row_table.py", "engine/row_bytes.py", "auto/placement.py"]
@@ -100,7 +100,7 @@ TESTS = {
     "models/vision": "tests/models/test_vision.py tests/models/test_frozen.py tests/engine/test_vision_engine.py "
     "tests/engine/test_sequence_parallel.py",
     "models/": f"tests/core/test_schedule.py tests/api {FAMILIES}what_a_layer_asks_for_and_would_not_get_is_refused",
-    "engine/mini_batch": "tests/engine/test_faults.py tests/engine/test_engine_equivalence.py",
+    "engine/pass_results": "tests/engine/test_faults.py tests/engine/test_engine_equivalence.py",
     "engine/outputs": "tests/engine/test_engine_equivalence.py",
     "engine/": "tests/engine/test_exchange_rows.py tests/engine/test_exchange.py",
 }  # fmt: skip

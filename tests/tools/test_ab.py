@@ -42,7 +42,7 @@ def sabotage(kind: str) -> None:
     from verl_prefix.engine.outputs import TokenOutputs
 
     run, add_grad = PackedForward._run, PrefixCache.add_grad
-    of_tokens, made = TokenOutputs.of_tokens, source.synthetic_rows
+    from_logits, made = TokenOutputs.from_logits, source.synthetic_rows
 
     def one_off(self, tokens, head_tokens, attention_pass, outputs):
         positions = tokens.position_ids.clone()
@@ -55,7 +55,7 @@ def sabotage(kind: str) -> None:
             add_grad(self, layer, *args)
 
     def one_percent(self, *args):
-        outputs = of_tokens(self, *args)
+        outputs = from_logits(self, *args)
         return outputs if torch.is_grad_enabled() else 1.01 * outputs
 
     def dies(*args, seed, **more):
@@ -66,7 +66,7 @@ def sabotage(kind: str) -> None:
     elif kind == "grads":
         PrefixCache.add_grad = dropped
     elif kind == "old_log_probs":
-        TokenOutputs.of_tokens = one_percent
+        TokenOutputs.from_logits = one_percent
     else:
         source.synthetic_rows = dies
 

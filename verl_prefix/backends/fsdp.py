@@ -24,7 +24,7 @@ from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_value_head
 from verl_prefix.config.model import warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.cpu.engine import CPUFSDPEngine
-from verl_prefix.engine.backend import StockPath
+from verl_prefix.engine.backend import StockFacts
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.models import vision
@@ -53,7 +53,7 @@ class FSDPBackend(HFBackend):
         return HFStockPath(self._engine, self.ranks, self._unfused, self.replay)
 
     @property
-    def stock_facts(self) -> StockPath:
+    def stock_facts(self) -> StockFacts:
         return self._stock_path.facts
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:

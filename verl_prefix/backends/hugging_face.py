@@ -22,7 +22,7 @@ from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.engine.backend import Ranks, Replay, StockPath
+from verl_prefix.engine.backend import Ranks, Replay, StockFacts
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.self_check import Gradients, rounding_noise
@@ -56,7 +56,7 @@ class HFBackend(ABC):
 
     @property
     @abstractmethod
-    def stock_facts(self) -> StockPath: ...
+    def stock_facts(self) -> StockFacts: ...
 
     @abstractmethod
     def stock_batch(

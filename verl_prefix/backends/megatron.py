@@ -36,7 +36,7 @@ from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.engine.backend import Ranks, Replay, StockPath
+from verl_prefix.engine.backend import Ranks, Replay, StockFacts
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import flags_of, policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
@@ -105,8 +105,8 @@ class MegatronBackend:
         return replace(shape_of_config(self.config, self.dtype), last=0.0)  # `models.mcore` runs all of the last layer
 
     @property
-    def stock_facts(self) -> StockPath:
-        return StockPath(dense_mask=False, one_row=False, why_not_sharded=None)
+    def stock_facts(self) -> StockFacts:
+        return StockFacts(dense_mask=False, never_packs=False, why_not_sharded=None)
 
     @functools.cached_property
     def replay(self) -> Replay | None:
@@ -184,7 +184,7 @@ class MegatronBackend:
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         data, replays = data.copy(), ROUTES in data.keys() or tu.get_non_tensor_data(data, RECORDS, False)
         tu.assign_non_tensor(data, use_fused_kernels=False, enable_routing_replay=replays)  # as the engine was built
-        output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
+        output: dict[str, Any] = self._engine.run_verls_own(data, loss_function, forward_only)
         return output
 
     def gradients(self) -> Gradients:

@@ -16,7 +16,7 @@ from verl.utils.ulysses import (
 )
 
 from verl_prefix.config.model import is_varlen
-from verl_prefix.engine.backend import Ranks, Replay, StockPath
+from verl_prefix.engine.backend import Ranks, Replay, StockFacts
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.rows import RECORDS, ROUTES
 from verl_prefix.models.recurrent import packing_leak, sharding_leak
@@ -116,10 +116,10 @@ class HFStockPath:
         self._engine, self._ranks, self._unfused, self._replay = engine, ranks, unfused, replay
         self._leak = packing_leak(engine.module)
         attention = engine.module.config.get_text_config()._attn_implementation
-        self.facts = StockPath(
+        self.facts = StockFacts(
             dense_mask=not is_varlen(attention),
             from_zeros=is_varlen(attention),
-            one_row=engine.use_remove_padding and self._leak is not None,
+            never_packs=engine.use_remove_padding and self._leak is not None,
             why_not_sharded=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
         )
 
@@ -143,7 +143,7 @@ class HFStockPath:
             towers_of_tensors(module), self._alone(data) if self.facts.why_not_sharded else nullcontext(),
             nullcontext() if self._replay is None else replaying(self._engine, self._replay),
         ):  # fmt: skip
-            output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
+            output: dict[str, Any] = self._engine.run_verls_own(data, loss_function, forward_only)
         return output
 
     @contextmanager

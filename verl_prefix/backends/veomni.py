@@ -22,7 +22,7 @@ from verl_prefix.config.engines import VEOMNI
 from verl_prefix.config.model import is_varlen
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built, check_model_options, check_weights
-from verl_prefix.engine.backend import StockPath
+from verl_prefix.engine.backend import StockFacts
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.engine.rows import RECORDS, ROUTES
@@ -42,19 +42,20 @@ class VeOmniBackend(HFBackend):
         return model_shape(self._engine.module, self.dtype, self._engine.engine_config.expert_parallel_size)
 
     @functools.cached_property
-    def stock_facts(self) -> StockPath:
+    def stock_facts(self) -> StockFacts:
         by_bounds = is_varlen(self.config.get_text_config()._attn_implementation)
         # VeOmni's models run a tower for images and for videos, on zeros where a micro-batch has none.
-        return StockPath(
-            dense_mask=not by_bounds, one_row=False, why_not_sharded=None, equal_tower_runs=True, from_zeros=by_bounds
-        )
+        return StockFacts(
+            dense_mask=not by_bounds, never_packs=False, why_not_sharded=None, equal_tower_runs=True,
+            from_zeros=by_bounds,
+        )  # fmt: skip
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         data = data.copy()
         # verl's worker sets it, and not where the actor computes ref or the self-check asks.
         replays = self.replay is not None and (ROUTES in data.keys() or tu.get_non_tensor_data(data, RECORDS, False))
         tu.assign_non_tensor(data, enable_routing_replay=replays)
-        output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
+        output: dict[str, Any] = self._engine.run_verls_own(data, loss_function, forward_only)
         return output
 
     def memory(self, options: PrefixConfig) -> Memory:

@@ -25,7 +25,7 @@ LOSSES_OF_PASSES = {
 # Of the former, those whose loss of a token is a multiple of its advantage. A row without any has no gradient, and may
 # be left out, since agg_loss divides by numbers of the whole mini-batch. dro adds the square of the log-ratio.
 MULTIPLES_OF_ADVANTAGE = tuple(mode for mode in LOSSES_OF_ROWS if mode != "dro")
-SKIPS = "actor_rollout_ref.actor.prefix.skip_zero_advantage"
+SKIP_ZERO_ADVANTAGE = "actor_rollout_ref.actor.prefix.skip_zero_advantage"
 WEIGHTS = "actor_rollout_ref.actor.prefix.loss_weights"
 
 NO_REPLAY = (
@@ -209,7 +209,8 @@ class PrefixActor:
             why = gradient_without_advantage(self)
             refuse(
                 self.prefix.skip_zero_advantage and why,
-                f"{SKIPS}=True leaves out rows that have a gradient under {key}.{why}, or set {SKIPS}=False",
+                f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that have a gradient under {key}.{why}, or set "
+                f"{SKIP_ZERO_ADVANTAGE}=False",
             )
         super().__post_init__()  # type: ignore[misc]
         self.engine.strategy = self.on.name

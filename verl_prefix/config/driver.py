@@ -8,7 +8,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix.config import megatron, veomni
-from verl_prefix.config.actor import NO_ROUTES, SKIPS, WEIGHTS
+from verl_prefix.config.actor import NO_ROUTES, SKIP_ZERO_ADVANTAGE, WEIGHTS
 from verl_prefix.config.engines import CRITIC, FSDP2, VEOMNI, copies_of, engine_of, slices_of
 from verl_prefix.config.model import (
     check_dealt,
@@ -74,7 +74,7 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
 def _check_distillation(config: DictConfig) -> None:
     """Options that are of losses of advantages."""
     for key, allowed, why in (
-        (SKIPS, False, "leaves out rows that have a gradient"),
+        (SKIP_ZERO_ADVANTAGE, False, "leaves out rows that have a gradient"),
         (TRACES, None, "records no loss"),
         (WEIGHTS, "rows", "weighs advantages, which no loss reads"),
     ):

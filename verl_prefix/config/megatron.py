@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from verl.workers.config import McoreActorConfig, McoreEngineConfig
 
 from verl_prefix.config.actor import (
-    SKIPS,
+    SKIP_ZERO_ADVANTAGE,
     PrefixActor,
     PrefixEngineOptions,
     refuse_padding,
@@ -281,8 +281,8 @@ def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
     for seen, option, value, other in ((balanced, name, balancing, "none"), (biased, bias, biased, "False")):
         refuse(
             seen and megatron.prefix.skip_zero_advantage,
-            f"{SKIPS}=True leaves out rows that routers learn from under {option}={value}; set {SKIPS}=False, or "
-            f"{option}={other}",
+            f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that routers learn from under {option}={value}; set "
+            f"{SKIP_ZERO_ADVANTAGE}=False, or {option}={other}",
         )
     context = megatron.context_parallel_size
     refuse(

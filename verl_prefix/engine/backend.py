@@ -2,7 +2,7 @@
 
 An engine is a class with `PrefixEngine` before verl's own; its constructor sets `prefix_config`, lets verl's engine
 build, and ends with `set_backend`. Of verl's engine the engine room uses `train_batch`, `forward_backward_batch` (by
-`verls_batch`, which `stock_batch` calls), `initialize`, `load_checkpoint` and `model_config`; of its config
+`run_verls_own`, which `stock_batch` calls), `initialize`, `load_checkpoint` and `model_config`; of its config
 `ppo_epochs`. A schedule has what `core.schedule.Schedule` has: `run`, a `meter`, and `forward.keep_attention`.
 """
 
@@ -64,12 +64,12 @@ def _reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]
     return reduced.tolist()
 
 
-class StockPath(NamedTuple):
+class StockFacts(NamedTuple):
     """What verl's own path does with this model.
 
     Attributes:
         dense_mask: rows of one micro-batch read a T x T mask, as by sdpa.
-        one_row: a micro-batch has one row, since packed rows would leak state.
+        never_packs: a micro-batch has one row, since packed rows would leak state.
         why_not_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
             computes whole rows; None: it is right.
         equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows.
@@ -78,7 +78,7 @@ class StockPath(NamedTuple):
     """
 
     dense_mask: bool
-    one_row: bool
+    never_packs: bool
     why_not_sharded: str | None
     equal_tower_runs: bool = False
     from_zeros: bool = False
@@ -127,7 +127,7 @@ class Backend(Protocol):
         `AttentionPass.routes` says."""
 
     @property
-    def stock_facts(self) -> StockPath:
+    def stock_facts(self) -> StockFacts:
         """What verl's own path does with the model."""
 
     @property

@@ -50,7 +50,7 @@ def group_rows(rows: BatchRows, trees: TreeRule, are_cut: bool) -> list[Group]:
         if not all(torch.equal(prompts[row], prompts[group.rows[0]]) for row in group.rows):
             raise ValueError(f"rows {[*group.rows]} arrived as one group, and their prompts differ")
     cuts = row_cuts(rows, trees) if are_cut else [[n - 1] for n in rows.prompt_lens]
-    if rows.routes is not None:
+    if rows.expert_routes is not None:
         cuts = [block_cuts(one) for one in cuts]
     elif not are_cut:
         return groups
@@ -97,9 +97,9 @@ def _tree_tokens(rows: BatchRows, trees: TreeRule, cuts: Sequence[Sequence[int]]
         tokens = mix(ids) ^ positions
     temperature = torch.as_tensor(rows.data["temperature"], dtype=torch.float32).cpu().expand(len(rows)).contiguous()
     tokens = mix_rows(tokens, rows.offsets, temperature.view(torch.int32).tolist())
-    if rows.routes is not None:
+    if rows.expert_routes is not None:
         lens = [end - start for start, end in pairwise(rows.offsets)]
-        pairs = zip(rows.routes.split(lens), cuts, strict=True)
+        pairs = zip(rows.expert_routes.split(lens), cuts, strict=True)
         tokens = tokens ^ torch.cat([_experts_before(own, max(ends, default=0) + 1) for own, ends in pairs])
     if trees.over != "batch":
         names: Sequence[Hashable] = rows.uids if trees.over == "uid" else rows.keys

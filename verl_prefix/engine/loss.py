@@ -13,7 +13,7 @@ from verl.utils.device import get_device_id
 from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss, value_loss
 
-from verl_prefix.config.actor import LOSSES_OF_ROWS, SKIPS, gradient_without_advantage
+from verl_prefix.config.actor import LOSSES_OF_ROWS, SKIP_ZERO_ADVANTAGE, gradient_without_advantage
 from verl_prefix.engine.rows import BatchRows, select_rows
 from verl_prefix.versions import warn_once
 
@@ -55,6 +55,28 @@ def zeros_of(metric: Metric) -> Metric:
     return zeros
 
 
+def fields_read(function: LossFunction | None, mode: str | None, fields: Set[str] | None) -> Set[str] | None:
+    """Fields of a batch of which loss and outputs are made apart from tokens, so that a NaN can come from them; None:
+    all. `mode`: of verl's own loss; `fields`: what any other reads.
+
+    Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>. A top-k loss is clamped where its
+    teacher is not finite.
+    """
+    if function is None:
+        return {"temperature"}
+    if mode == VALUES:
+        return {"response_mask", "values", "returns"}
+    if mode is None or not isinstance(function, functools.partial):
+        return fields
+    read = {"temperature", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"}
+    if function.keywords["config"].use_kl_loss:
+        read |= {"ref_log_prob"}
+    if function.func is distillation_ppo_loss:
+        settings = function.keywords["distillation_config"].distillation_loss.loss_settings
+        read |= {"teacher_logprobs"} if settings.use_estimator else set()
+    return read - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
+
+
 class Loss:
     """The loss of a mini-batch's passes.
 
@@ -65,7 +87,7 @@ class Loss:
     Attributes:
         is_verls: whether it is one of `LOSSES_OF_ROWS`, or a critic's, which read only tokens whose response_mask is 1.
         is_unknown: whether it is none of these, and may read what does not travel.
-        distills: whether it is verl's of distillation, which also is its processor of logits.
+        distills: whether it is distillation_ppo_loss, which verl also calls with logits (as `processor`).
         needs_a_token: whether it raises where no token counts.
     """
 
@@ -78,20 +100,8 @@ class Loss:
         # These raise where no token counts: compute_rollout_correction_and_rejection_mask (verl/trainer/ppo/
         # rollout_corr_helper.py), compute_distillation_loss_range (verl/trainer/distillation/losses.py).
         self.needs_a_token = mode == "bypass_mode" or self.distills
-        # What loss and outputs are made of apart from tokens, so that a NaN can come from it. None: all fields.
-        # Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>. A top-k loss is clamped where
-        # its teacher is not finite.
-        self._fields = {"temperature"} if function is None else fields
         self._of_values = mode == VALUES
-        if self._of_values:
-            self._fields = {"response_mask", "values", "returns"}
-        elif isinstance(function, functools.partial) and mode is not None:
-            read = {"temperature", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"}
-            read |= {"ref_log_prob"} if function.keywords["config"].use_kl_loss else set()
-            if self.distills:
-                settings = function.keywords["distillation_config"].distillation_loss.loss_settings
-                read |= {"teacher_logprobs"} if settings.use_estimator else set()
-            self._fields = read - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
+        self._fields = fields_read(function, mode, fields)
 
     def tell(self) -> None:
         """Says once what a user's loss does not get."""
@@ -123,7 +133,10 @@ class Loss:
         if isinstance(self.function, functools.partial) and self.is_verls and not self.distills:
             why = gradient_without_advantage(self.function.keywords["config"])
         if why:
-            raise ValueError(f"{SKIPS}=True leaves out rows that have a gradient under {why}, or set {SKIPS}=False")
+            raise ValueError(
+                f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that have a gradient under {why}, or set "
+                f"{SKIP_ZERO_ADVANTAGE}=False"
+            )
         data = rows.data
         if rows.flag("return_model_output") or self.reads_masked(data):
             return frozenset()
@@ -136,7 +149,7 @@ class Loss:
         nothing is clipped, and beside them. It is that of no model, and takes no time."""
         for start in range(0, len(chosen), 8):
             some = rows.select(chosen[start : start + 8])
-            micro_batch = self.rows(some.data, [*range(len(some))])
+            micro_batch = self.micro_batch(some.data, [*range(len(some))])
             old = some.at_suffixes("old_log_probs").to(get_device_id())
             for shift in (0.0, 0.1):
                 values = {"log_probs": (old + shift).requires_grad_(), "entropy": (0 * old).requires_grad_()}
@@ -148,9 +161,9 @@ class Loss:
                     return True
         return False
 
-    def rows(self, data: TensorDict, rows: list[int]) -> TensorDict:
-        """A pass's rows on the device. Tensors of which verl's own loss only needs lengths stay on the host: it reads
-        them row by row (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
+    def micro_batch(self, data: TensorDict, rows: list[int]) -> TensorDict:
+        """The rows of one pass, on the device. Tensors of which verl's own loss only needs lengths stay on the host: it
+        reads them row by row (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
         on_host = select_rows(data, rows)
         micro_batch = on_host.to(get_device_id())
         if self.is_verls:
@@ -159,9 +172,9 @@ class Loss:
                 micro_batch[name] = on_host[name]
         return micro_batch
 
-    def of_verls_path(self) -> LossFunction | None:
-        """The function as verl's own path calls it. Where it would raise, since no token of a micro-batch counts (one
-        of padding alone), it is zero, and so are its metrics, of which each micro-batch has to have the same."""
+    def for_stock(self) -> LossFunction | None:
+        """The function as the stock path calls it. Where it would raise, since no token of a micro-batch counts (one of
+        padding alone), it is zero, and so are its metrics, of which each micro-batch has to have the same."""
         function = self.function
         if function is None or not self.needs_a_token:
             return function

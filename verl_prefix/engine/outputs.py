@@ -52,8 +52,8 @@ class TokenOutputs:
     """Outputs of a mini-batch's suffix tokens, of `Backend.output_names`.
 
     Args:
-        reads_masked: whether somebody reads outputs where response_mask is 0; lm_head skips those tokens otherwise.
-        last_tokens: rows' last tokens are computed too, and lm_head skips them.
+        reads_masked: whether somebody reads outputs where response_mask is 0; if not, lm_head leaves those tokens out.
+        last_tokens: rows' last tokens are computed too, without lm_head.
         processor: under `distillation_use_topk`, verl's function of logits and the teacher's rows.
 
     Attributes:
@@ -73,8 +73,8 @@ class TokenOutputs:
         self._flags = flags_of(data)
         self.names = backend.output_names(self._flags)
         is_read = None if reads_masked or "sum_pi_squared" in self.names else self._is_read()
-        skips = is_read is not None or rows.dead
-        fills = skips and "log_probs" in self.names
+        leaves_gaps = is_read is not None or rows.dead
+        fills = leaves_gaps and "log_probs" in self.names
         self._old_log_probs = rows.at_suffixes("old_log_probs") if fills else None
         if last_tokens:
             is_read = torch.ones(offsets[-1], dtype=torch.bool) if is_read is None else is_read
@@ -82,26 +82,33 @@ class TokenOutputs:
         records = rows.flag(RECORDS)
         self.tokens = TokenBatch(
             input_ids.values().to(device), position_ids.values().to(device), offsets=offsets, pixels=pixels,
-            is_read=is_read, routes=self._no_routes() if records else rows.routes, records=records,
+            is_read=is_read, routes=self._blank_routes() if records else rows.expert_routes, records=records,
         )  # fmt: skip
         temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
         self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
         self._offsets: dict[int, torch.Tensor] = {}
         self._processor, self._teacher = processor, dict[str, torch.Tensor]()
-        if self._flags["distillation_use_topk"]:  # of suffix tokens; any other has the row of the batch's last token
-            spans = zip(offsets, rows.prompt_lens, rows.response_lens, strict=False)
-            places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])
-            numbers = torch.full((offsets[-1],), len(places) - 1)
-            numbers[places] = torch.arange(len(places))
-            self._teacher_rows = numbers.to(device)
-            self._teacher = {name: data[name].values()[places.to(data[name].device)].to(device) for name in TEACHER}
+        if self._flags["distillation_use_topk"]:
+            self._take_teacher(device)
+
+    def _take_teacher(self, device: Any) -> None:
+        """Takes the teacher's rows of suffix tokens to the device. `_teacher_rows`: which is whose; any other token has
+        that of the batch's last one."""
+        data, offsets = self.rows.data, self.rows.offsets
+        spans = zip(offsets, self.rows.prompt_lens, self.rows.response_lens, strict=False)
+        places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])
+        numbers = torch.full((offsets[-1],), len(places) - 1)
+        numbers[places] = torch.arange(len(places))
+        self._teacher_rows = numbers.to(device)
+        self._teacher = {name: data[name].values()[places.to(data[name].device)].to(device) for name in TEACHER}
 
     def _is_read(self) -> torch.Tensor | None:
         """[N] bool: suffix tokens with a response_mask; None where all have one."""
         mask = self.rows.at_suffixes("response_mask").bool()
         return None if int(mask.sum()) == sum(self.rows.response_lens) else mask
 
-    def _no_routes(self) -> torch.Tensor:
+    def _blank_routes(self) -> torch.Tensor:
+        """What routes are recorded into."""
         replay = self.backend.replay
         assert replay is not None
         return torch.zeros(self.rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
@@ -122,7 +129,7 @@ class TokenOutputs:
                     routes[offsets[row] + start : offsets[row] + end] = routes[source + start : source + end]
         return torch.nested.nested_tensor_from_jagged(routes, self.rows.data["input_ids"].offsets().cpu())
 
-    def of_tokens(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def from_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Outputs of suffix tokens: [n, k], one column per name in `names`.
 
         Args:
@@ -146,31 +153,33 @@ class TokenOutputs:
         dtype = functools.reduce(torch.promote_types, (x.dtype for x in columns))
         return torch.stack([x.to(dtype) for x in columns], dim=-1)
 
-    def of_no_tokens(self) -> torch.Tensor:
-        """[0, k], in the dtype of a token's outputs, which is that of verl's outputs for a token of made-up logits."""
+    def empty(self) -> torch.Tensor:
+        """Outputs of no token: [0, k], in the dtype of verl's outputs for a token of made-up logits."""
         index = torch.tensor([-1], device=self.tokens.input_ids.device)
-        return self.of_tokens(index, self.backend.logits_like())[:0]
+        return self.from_logits(index, self.backend.logits_like())[:0]
 
-    def of_rows(self, layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def scatter_to_rows(self, layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Puts every output at its position in its row, with zeros in the prompt: verl's nested full-length form. A
-        token that lm_head skips, or whose row is dead, has entropy 0, and its old log-prob: in updates whose outputs
-        nobody gets back, and whose loss masks these tokens or multiplies them by 0.
+        token without an output, since lm_head left it out or its row is dead, gets entropy 0 and its old log-prob. That
+        is so in updates whose outputs nobody gets back, and whose loss masks these tokens or multiplies them by 0.
 
         Args:
             layout: of a pass. outputs: [outputs that are read, k]. offsets: of its rows, one after the other.
         """
         rows_of_pass = [row for group in layout.groups for row in group.rows]
         starts, ends = ([self.tokens.offsets[row + end] for row in rows_of_pass] for end in (0, 1))
-        *row_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
-        firsts = torch.tensor(starts, dtype=torch.int64)
-        order = firsts.argsort()
-        rows = order[torch.searchsorted(firsts[order], layout.read_places, right=True) - 1]
-        moves = (torch.tensor(row_starts, dtype=torch.int64) - firsts)[rows]
+        *pass_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
+        # `read_places` are places in the batch's flat values. Find each one's row (the last row that starts at or
+        # before it), and shift it to where that row lies in this pass.
+        batch_starts = torch.tensor(starts, dtype=torch.int64)
+        order = batch_starts.argsort()
+        rows = order[torch.searchsorted(batch_starts[order], layout.read_places, right=True) - 1]
+        shift = (torch.tensor(pass_starts, dtype=torch.int64) - batch_starts)[rows]
         full = outputs.new_zeros(num_tokens, outputs.shape[-1])
-        if self._old_log_probs is not None:  # of skipped tokens: no entropy, and what the update starts from
+        if self._old_log_probs is not None:
             old = torch.cat([self._old_log_probs[start:end] for start, end in zip(starts, ends, strict=True)])
             full[:, self.names.index("log_probs")] = on_device(old, outputs.device).to(full.dtype)
-        full = full.index_copy(0, on_device(layout.read_places + moves, outputs.device), outputs)
+        full = full.index_copy(0, on_device(layout.read_places + shift, outputs.device), outputs)
         return {
             name: torch.nested.nested_tensor_from_jagged(column, offsets)
             for name, column in zip(self.names, full.unbind(-1), strict=True)

@@ -27,8 +27,8 @@ from verl_prefix.versions import warn_once
 logger = logging.getLogger(__name__)
 
 
-class Stock(NamedTuple):
-    """A batch goes to verl's own path, for `reason`."""
+class WhyStock(NamedTuple):
+    """Why a batch takes the stock path."""
 
     reason: str
 
@@ -41,7 +41,7 @@ class Paths:
         role: the engine's, as of `config.actor.role_of`.
 
     Attributes:
-        always: verl's own path, where every batch takes it; or None.
+        always: why every batch takes the stock path; None: not every batch does.
         costs: what decides between paths, unless prefix.schedule is stock.
     """
 
@@ -50,10 +50,9 @@ class Paths:
         role: str,
     ) -> None:  # fmt: skip
         self.options, self._role = options, role
-        self.always = Stock("prefix.schedule=stock") if options.schedule == "stock" else None
+        self.always = WhyStock("prefix.schedule=stock") if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
-        self._told_waves = self._told_bubble = False
-        self._bubble: float | None = None  # of the last planned batch
+        self._told: set[str] = set()
         if self.always is not None:
             return
         self._stock = stock = backend.stock_facts
@@ -61,10 +60,10 @@ class Paths:
             shape=backend.shape,
             dense_mask=stock.dense_mask,
             wave_tokens=options.wave_tokens,
-            # Where verl's path cannot be sharded, each rank of a slice group computes every token.
+            # Where the stock path cannot be sharded, each rank of a slice group computes every token.
             min_speedup=0 if stock.why_not_sharded else options.min_speedup,
             memory=backend.memory(options),
-            one_row=stock.one_row,
+            one_row=stock.never_packs,
         )
         if options.schedule != "auto":
             return
@@ -87,71 +86,67 @@ class Paths:
             stock_fits=functools.partial(headroom.fits, costs),
         )  # fmt: skip
 
-    def why_stock(self, rows: BatchRows, loss: Loss) -> Stock | None:
-        """verl's own path, if this batch takes it whatever its lengths are; else None.
+    def why_stock(self, batch: BatchRows, loss: Loss) -> WhyStock | None:
+        """Why this batch takes the stock path whatever its lengths are; None: its lengths decide.
 
-        It is the same on every rank, since the batches of all ranks have the same fields and flags.
+        The answer is the same on every rank, since the batches of all ranks have the same fields and flags.
         """
-        data = rows.data
+        data = batch.data
         if self.always is not None:
             return self.always
         if "prompts" not in data.keys() or "responses" not in data.keys():
-            return Stock("the batch has no prompts and responses (not an RL batch)")
+            return WhyStock("the batch has no prompts and responses (not an RL batch)")
         mask = data["loss_mask"]
         if mask.is_nested and 0 < len(mask.values()) == len(data["input_ids"].values()):
-            return Stock("loss_mask is of prompts, too, whose outputs are not computed")
-        if rows.flag("force_group_size", 1) > 1:
-            return Stock("force_group_size keeps rows together by their order")
-        if rows.flag("distillation_use_topk") and not loss.distills:
-            return Stock("a loss that is not verl's own reads logits, and may need those of every token")
+            return WhyStock("loss_mask is of prompts, too, whose outputs are not computed")
+        if batch.flag("force_group_size", 1) > 1:
+            return WhyStock("force_group_size keeps rows together by their order")
+        if batch.flag("distillation_use_topk") and not loss.distills:
+            return WhyStock("a loss that is not verl's own reads logits, and may need those of every token")
         return None
 
     def plan(
-        self, rows: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int] = frozenset()
-    ) -> Plan | Stock:
-        """This rank's plan, or verl's own path.
+        self, batch: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int]
+    ) -> tuple[Plan | WhyStock, dict[str, float]]:
+        """This rank's plan, or why its batch takes the stock path; with prefix/* about that.
 
         Args:
-            rows: this rank's own, which verl's path would compute. groups: of the rows that ours computes.
-            dead: rows that ours leaves out; their groups are idle.
+            groups: of the rows that this rank computes. dead: those of them that are left out; their groups are idle.
         """
         groups, idle = leave_out(groups, dead) if dead else (groups, [])
-        # `groups` may be of other rows than `rows`: a budget reads the batch's flags, and of groups lengths alone.
-        batch, own = (Batch(each, rows.budget(each)) for each in (groups, rows.alone))
-        if not (self._stock.why_not_sharded or self.costs.one_row):
-            self._tell_long_rows(rows, own.budget, forward_only)
-        self._tell_waves(batch.budget)
+        # A budget follows from the batch's flags and the lengths of groups, which may be of rows from other ranks.
+        shared, own = (Batch(each, batch.budget(each)) for each in (groups, batch.alone))
+        if not (self._stock.why_not_sharded or self._stock.never_packs):
+            self._tell_long_rows(batch, own.budget, forward_only)
+        self._tell_waves(shared.budget)
         if self._chooser is None:
-            plan: Plan | None = self.costs.plan(*batch, self.options.schedule, forward_only)
+            plan: Plan | None = self.costs.plan(*shared, self.options.schedule, forward_only)
         else:
-            plan = self._chooser.choose(*batch, forward_only, own)
-        self._see_bubble(plan or self.costs.stock_passes(*own), forward_only)
-        if plan is None and not forward_only and self._chooser and self._chooser.log_probs is not None:
-            return Stock("the update follows its log-probs, which took it, since both must round alike")
-        if plan is None:
-            return Stock(f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain")
-        return replace(plan, idle_groups=(*plan.idle_groups, *idle))
+            plan = self._chooser.choose(*shared, forward_only, own)
+        metrics = self._bubble(plan or self.costs.stock_passes(*own), forward_only)
+        if self._chooser and self._chooser.speedup:
+            metrics["prefix/predicted_speedup"] = self._chooser.speedup
+        if plan is not None:
+            return replace(plan, idle_groups=(*plan.idle_groups, *idle)), metrics
+        if not forward_only and self._chooser and self._chooser.log_probs is not None:
+            reason = "the update follows its log-probs, which took it, since both must round alike"
+        else:
+            reason = f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain"
+        return WhyStock(reason), metrics
 
-    def metrics(self) -> dict[str, float]:
-        """prefix/* about the path that the last planned batch took."""
-        speedup = self._chooser and self._chooser.speedup
-        bubble = {} if self._bubble is None else {"prefix/predicted_bubble": self._bubble}
-        return bubble | ({"prefix/predicted_speedup": speedup} if speedup else {})
-
-    def _see_bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> None:
-        """Predicts how much of a batch the stages of a pipeline wait, and says it once of an update."""
+    def _bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
+        """The predicted share of a batch in which the stages of a pipeline wait, as a metric; {} without stages. Also
+        says it once, of an update."""
         if self.costs.memory.stages == 1:
-            return
-        self._bubble = self.costs.timeline(path, "forward" if forward_only else "update", self.costs.flops()).bubble
-        if not (forward_only or self._told_bubble) and torch.distributed.get_rank() == 0:
-            self._told_bubble = True
-            logger.warning(
-                "prefix: stages of the pipeline are expected to wait %.0f%% of an update", 100 * self._bubble
-            )
+            return {}
+        bubble = self.costs.timeline(path, "forward" if forward_only else "update", self.costs.flops()).bubble
+        if not forward_only and torch.distributed.get_rank() == 0:
+            self._tell_once("prefix: stages of the pipeline are expected to wait %.0f%% of an update", 100 * bubble)
+        return {"prefix/predicted_bubble": bubble}
 
-    def _tell_long_rows(self, rows: BatchRows, budget: int, forward_only: bool) -> None:
+    def _tell_long_rows(self, batch: BatchRows, budget: int, forward_only: bool) -> None:
         """Says where a row alone is over the budget."""
-        if any(a + b > budget for a, b in zip(rows.prompt_lens, rows.response_lens, strict=True)):
+        if any(a + b > budget for a, b in zip(batch.prompt_lens, batch.response_lens, strict=True)):
             warn_once(
                 logger,
                 "prefix: a row alone is over the %d tokens of a pass (%s, of all ranks that share it), where verl's "
@@ -163,9 +158,14 @@ class Paths:
     def _tell_waves(self, budget: int) -> None:
         """Says once where a plan does not heed `prefix.wave_tokens`."""
         waves, offload = self.options.wave_tokens, self.options.offload
-        if waves is not None and not leaves_room(waves, budget, offload) and not self._told_waves:
-            self._told_waves = True
-            logger.warning(
+        if waves is not None and not leaves_room(waves, budget, offload):
+            self._tell_once(
                 "prefix: prefix.wave_tokens=%d %s the %d tokens of a pass, and is not heeded in such; set a smaller "
                 "number, or null", waves, "is over" if offload else "leaves nothing for prefixes of", budget,
             )  # fmt: skip
+
+    def _tell_once(self, message: str, *values: object) -> None:
+        """Logs a message once, with the first values of it alone."""
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message, *values)

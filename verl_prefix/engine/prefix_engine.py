@@ -8,7 +8,7 @@ each pass with verl's own functions, on suffix tokens only. What differs from en
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.cost import Memory
-from verl_prefix.config.actor import NO_REPLAY, NO_ROUTES, SKIPS, role_of
+from verl_prefix.config.actor import NO_REPLAY, NO_ROUTES, SKIP_ZERO_ADVANTAGE, role_of
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
@@ -31,10 +31,10 @@ from verl_prefix.engine.exchange import open_exchange
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss, LossFunction
-from verl_prefix.engine.mini_batch import MiniBatch, even_out, same_sums
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import TEACHER, flags_of, is_unscaled
-from verl_prefix.engine.paths import Paths, Stock
+from verl_prefix.engine.pass_results import PassResults, even_out, same_sums
+from verl_prefix.engine.paths import Paths, WhyStock
 from verl_prefix.engine.rows import RECORDS, ROUTES, BatchRows
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics, plan_metrics
 from verl_prefix.engine.together import together
@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixEngine:
-    """What stands before an engine class of verl and computes a group's prefix once.
+    """Mixin, left of verl's engine class in the bases: an engine that computes a group's prefix once.
 
-    Its constructor sets `prefix_config`, builds verl's engine, and then calls `set_backend`.
+    The constructor of the whole class sets `prefix_config`, builds verl's engine, and then calls `set_backend`.
     """
 
     prefix_config: PrefixConfig
@@ -58,7 +58,7 @@ class PrefixEngine:
     trees: TreeRule
     _role: str  # as of `config.actor.role_of`
     _trace: TraceWriter | None = None
-    _routers_choose = False  # also where the batch has routes: this engine computes ref, or values
+    _routers_choose = False  # True: ignore the batch's routes, since this engine computes ref, or values
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -73,27 +73,32 @@ class PrefixEngine:
         loss.tell()
         if loss_function is None:  # log-probs alone, for which no teacher travels
             batch = batch.replaced(data.exclude(*TEACHER))
-        skips = self.prefix_config.skip_zero_advantage and not forward_only
-        batch.dead = loss.dead(batch) if skips else batch.dead
-        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss.is_unknown)
-        metrics = self._step_metrics.see(exchange, self.trees, forward_only)
+        self._mark_dead(batch, loss, forward_only)
+        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss)
+        computed, groups, metrics = exchange.computed, exchange.groups, exchange.metrics
+        metrics |= self._step_metrics.see(exchange, self.trees, forward_only)
         self.trees = exchange.trees
-        exchange.rows.dead = loss.dead(exchange.rows) if skips else batch.dead
-        plan = self._paths.plan(batch, exchange.groups, forward_only, exchange.rows.dead)
-        metrics |= self._paths.metrics()
-        if isinstance(plan, Stock):
+        self._mark_dead(computed, loss, forward_only)  # again: `dead` does not travel
+        plan, of_plan = self._paths.plan(batch, groups, forward_only, computed.dead)
+        metrics |= of_plan
+        if isinstance(plan, WhyStock):
             return self._run_stock(batch, loss, forward_only, plan, metrics)
         with together("checking rows"):
-            exchange.rows.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.from_zeros)
-        rows = self._prepared(exchange.rows)
+            computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.from_zeros)
+        computed = self._prepared(computed)
         if not forward_only or self.backend.has_no_updates:
-            budget = batch.budget(exchange.groups)  # by the flags that verl set, which `rows` no longer have
-            metrics |= self._verification.check(rows, exchange.groups, budget, plan if skips else None, loss)
+            budget = batch.budget(groups)  # by the flags that verl set, which `computed` no longer has
+            metrics |= self._verification.check(computed, groups, budget, plan, loss)
         if why := self._verification.failure:
             return self._run_stock(batch, loss, forward_only, why, metrics)
-        output, found = self._run_shared(rows, exchange.groups, plan, loss, forward_only)
+        output, of_passes = self._run_shared(computed, groups, plan, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        return self._reported(output, metrics | found | exchange.metrics, batch, forward_only)
+        return self._reported(output, metrics | of_passes, batch, forward_only)
+
+    def _mark_dead(self, rows: BatchRows, loss: Loss, forward_only: bool) -> None:
+        """Tells rows of an update which of them have no gradient, where the update leaves them out."""
+        if self.prefix_config.skip_zero_advantage and not forward_only:
+            rows.dead = loss.dead(rows)
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
         """The batch with the routes that it replays, or with the flag `RECORDS` where it leaves them; without any where
@@ -121,18 +126,18 @@ class PrefixEngine:
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """As verl's: the actor computes ref."""
+        """Context of verl, which enters it to compute ref by the actor. Routers then choose for themselves."""
         with super().disable_adapter(), replaced(self, "_routers_choose", True):  # type: ignore[misc]
             yield
 
     def _run_stock(
-        self, batch: BatchRows, loss: Loss, forward_only: bool, why: Stock, metrics: dict[str, float]
+        self, batch: BatchRows, loss: Loss, forward_only: bool, why: WhyStock, metrics: dict[str, float]
     ) -> dict[str, Any]:
         """Computes a batch on verl's own path. metrics: of the batch so far."""
         warn_once(logger, "prefix: stock path, %s", why.reason)
         with together("receiving pixels"):
             data = receive_pixels(batch.data)
-        output = self.backend.stock_batch(data, loss.of_verls_path(), forward_only)
+        output = self.backend.stock_batch(data, loss.for_stock(), forward_only)
         return self._reported(output, metrics | {"prefix/stock_rows": batch.num_real}, batch, forward_only)
 
     def _reported(
@@ -183,28 +188,32 @@ class PrefixEngine:
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
         # Also where these are recorded, since the update replays them.
         last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
-        mini_batch = MiniBatch(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
+        results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
         schedule = self._schedule(
-            mini_batch.token_outputs.of_tokens, mini_batch.step, forward_only, offload=self.prefix_config.offload,
+            results.token_outputs.from_logits, results.step, forward_only, offload=self.prefix_config.offload,
             keep_attention=keeps.attention_kept, logits_chunk=keeps.chunk, pass_type=pass_type, meter=meter,
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext():
             try:
-                schedule.run(mini_batch.token_outputs.tokens, plan.with_last_tokens() if last_tokens else plan)
-            except RuntimeError:  # as of mcore, which looks for NaN in gradients and knows no rows
-                mini_batch.find_not_finite()
+                schedule.run(results.token_outputs.tokens, plan.with_last_tokens() if last_tokens else plan)
+            except torch.OutOfMemoryError:  # a search would need memory, too
                 raise
-        output: dict[str, Any] = {"model_output": None if mini_batch.keeps_model_output else {}, "metrics": {}}
+            except RuntimeError:  # as of mcore, which looks for NaN in gradients and knows no rows
+                with suppress(RuntimeError):  # after an error of the device the search may fail as well
+                    results.find_not_finite()
+                raise
+        num_not_finite = 0
+        output: dict[str, Any] = {"model_output": None if results.keeps_model_output else {}, "metrics": {}}
         if ranks.has_outputs:
-            outputs, indices = mini_batch.outputs(plan)
+            outputs, indices, num_not_finite = results.finish(plan)
             output = postprocess_batch_func(outputs, indices, data=rows.data)
             even_out(output["metrics"], outputs, plan.num_steps)
         if loss.needs_a_token:
             same_sums(output["metrics"], ranks.data)
-        if output["model_output"] and mini_batch.token_outputs.tokens.records:
-            output["model_output"][ROUTES] = mini_batch.token_outputs.recorded(plan)
+        if output["model_output"] and results.token_outputs.tokens.records:
+            output["model_output"][ROUTES] = results.token_outputs.recorded(plan)
         metrics = plan_metrics(rows, groups, plan, schedule) | self.backend.model_metrics(schedule)
-        metrics["prefix/nonfinite_passes"] = mini_batch.num_not_finite
+        metrics["prefix/nonfinite_passes"] = num_not_finite
         if self.prefix_config.skip_zero_advantage and not forward_only:
             dead = rows.dead - rows.padding
             left = (row for group in plan.idle_groups for row in group.rows)
@@ -215,7 +224,7 @@ class PrefixEngine:
             metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in rows.without_padding(groups))
         return output, metrics
 
-    def verls_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+    def run_verls_own(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         """verl's own `forward_backward_batch`."""
         output: dict[str, Any] = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
         return output
@@ -254,7 +263,8 @@ class PrefixEngine:
             self.backend.check_model()
             if self.prefix_config.skip_zero_advantage and self.backend.counts_last_tokens:
                 raise ValueError(
-                    f"{SKIPS}=True leaves out rows that this model's routers learn from; set {SKIPS}=False"
+                    f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that this model's routers learn from; set "
+                    f"{SKIP_ZERO_ADVANTAGE}=False"
                 )
             model_config = self.model_config  # type: ignore[attr-defined]
             self.trees = TreeRule(

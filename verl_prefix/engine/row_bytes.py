@@ -27,7 +27,7 @@ class Row(NamedTuple):
     others: dict[str, Any]
 
 
-class RowBytes:
+class RowCodec:
     """The rows of a batch.
 
     Attributes:
@@ -43,7 +43,7 @@ class RowBytes:
         self.layout = repr((fields, sorted(self.objects)))
 
     @classmethod
-    def of_batch(cls, data: TensorDict) -> "RowBytes":
+    def of_batch(cls, data: TensorDict) -> "RowCodec":
         """Takes from `data` what travels with its rows."""
         values = {name: data.get(name) for name in data.keys() if not isinstance(data.get(name), NonTensorData)}
         tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}

@@ -51,13 +51,12 @@ class BatchRows:
         keys: of its rows, where these came from another rank; None: `digests`.
 
     Attributes:
-        dead: rows that the update leaves out where it can, since they have no gradient (`Loss.dead`).
+        dead: rows without gradient, which an update under `prefix.skip_zero_advantage` leaves out (`Loss.dead`).
     """
-
-    dead: Set[int] = frozenset()
 
     def __init__(self, data: TensorDict, keys: Sequence[Hashable] | None = None) -> None:
         self.data, self._keys = data, keys
+        self.dead: Set[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.data)
@@ -118,7 +117,7 @@ class BatchRows:
         return [row[:n] for row, n in zip(self.data["input_ids"].unbind(), self.prompt_lens, strict=True)]
 
     @functools.cached_property
-    def routes(self) -> torch.Tensor | None:
+    def expert_routes(self) -> torch.Tensor | None:
         """[N, layers, k] int16 in host memory: the experts that the batch's tokens are to go to; None: it says none.
 
         Raises:
@@ -202,7 +201,7 @@ class BatchRows:
         position ids, or numbers tokens itself. Of four axes the first decides, that of text; the others jump at images.
 
         Args:
-            config: the model's. from_zeros: `backend.StockPath`.
+            config: the model's. from_zeros: `backend.StockFacts`.
 
         Raises:
             ValueError: naming row and uid.

@@ -76,9 +76,12 @@ class Verdict(NamedTuple):
         return text
 
 
-class LayerCheck:
-    """Measures the layers of one group's packed passes: the largest ratio of attention and its layer, that of recurrent
-    layers and its key."""
+class LayerProbe:
+    """Measures the layers of one group's packed passes.
+
+    Attributes:
+        worst_attention: the largest ratio of attention, and its layer. worst_recurrence: likewise, and its key.
+    """
 
     def __init__(self) -> None:
         self.worst_attention: tuple[float, int] = (0.0, -1)
@@ -116,18 +119,18 @@ class LayerCheck:
         self.worst_attention = max(self.worst_attention, (_ratio(error, noise), layer), key=lambda one: one[0])
 
 
-class CheckedPass(AttentionPass):
-    """A packed pass of one group whose layers `check` looks at."""
+class ProbedPass(AttentionPass):
+    """A packed pass of one group whose layers a probe measures."""
 
-    def __init__(self, *args: Any, check: LayerCheck, **options: Any) -> None:
+    def __init__(self, *args: Any, probe: LayerProbe, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.check = check
+        self._probe = probe
 
     def attended(self, layer: int, *args: Any, **options: Any) -> None:
-        self.check.attention(layer, self.layout, *args, **options)
+        self._probe.attention(layer, self.layout, *args, **options)
 
     def recurred(self, key: Hashable, *args: Any) -> None:
-        self.check.recurrence(key, self.layout, *args)
+        self._probe.recurrence(key, self.layout, *args)
 
 
 def _sum_of_squares(x: torch.Tensor) -> float:
@@ -254,7 +257,7 @@ class Gradients:
         return distances
 
 
-def check(
+def compare(
     stock: Callable[[], torch.Tensor],
     ours: Callable[[str, Callable[..., AttentionPass]], torch.Tensor],
     rounding_noise: Callable[[], AbstractContextManager],
@@ -262,7 +265,8 @@ def check(
     reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
     num_perturbed: int = 3,
 ) -> Verdict:
-    """Compares one group's response log-probs; those of all ranks together, since few tokens say little.
+    """Compares one group's response log-probs and gradients on both paths. Figures are of all ranks together, since few
+    tokens say little.
 
     Args:
         stock: [n] log-probs by the stock path, with gradients of their sum.
@@ -272,7 +276,7 @@ def check(
         reduce_sum: element-wise sum over ranks.
         num_perturbed: how many stock passes run with noise.
     """
-    layers = LayerCheck()
+    probe = LayerProbe()
     truth, norms = stock(), gradients.keep()
 
     def distances(log_probs: torch.Tensor) -> list[float]:
@@ -281,7 +285,7 @@ def check(
 
     with rounding_noise():
         perturbed = [distances(stock()) for _ in range(num_perturbed)]
-    packed = distances(ours("packed", functools.partial(CheckedPass, check=layers)))
+    packed = distances(ours("packed", functools.partial(ProbedPass, probe=probe)))
     phased = distances(ours("phased", AttentionPass))
     # Log-probs of low precision have a grid, on which small noise may change nothing.
     grid = torch.finfo(truth.dtype).eps ** 2 * _sum_of_squares(truth)
@@ -298,4 +302,4 @@ def check(
         # A norm is not finite because of the loss scale of fp16, which falls after such a step.
         if math.isfinite(norm) and ratio > worst:
             part, worst = name, ratio
-    return Verdict(ratios[0], *layers.worst_attention, *layers.worst_recurrence, worst, part)
+    return Verdict(ratios[0], *probe.worst_attention, *probe.worst_recurrence, worst, part)

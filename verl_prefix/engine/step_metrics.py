@@ -75,7 +75,7 @@ class StepMetrics:
         Args:
             trees: what rows share, as it was before this batch.
         """
-        rows, metrics = exchange.rows, dict(exchange.metrics)
+        rows, metrics = exchange.computed, dict[str, float]()
         if not forward_only and self._options.mini_batches == "rows":  # "prompts" tears them on purpose
             self._uids[-1] = exchange.uids
         of_uid = Counter(uid for uid, _ in {*zip(rows.uids, rows.keys, strict=True)})

@@ -1,6 +1,6 @@
 """Travel: rows go to the rank that computes them, and outputs come back. Nothing else sends rows.
 
-`Routes` is the plan, the same on every rank; `Travel` carries it out.
+`Moves` is the plan, the same on every rank; `Travel` carries it out.
 """
 
 import functools
@@ -22,7 +22,7 @@ from verl.utils.device import get_device_name
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.engine.carried_pixels import PIXELS
 from verl_prefix.engine.grouping import TreeRule
-from verl_prefix.engine.row_bytes import Row, RowBytes
+from verl_prefix.engine.row_bytes import Row, RowCodec
 from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import ExchangeError, together
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 Outputs = Mapping[str, torch.Tensor]
 
 
-class Routes:
+class Moves:
     """One rank's part of the plan. A row of rank r has a number among the rows of r, and one in the table.
 
     Args:
         table: the rows of all ranks. homes: the rank that computes each of them. rank: this one. num_ranks: of all.
 
     Attributes:
-        moves: whether any row of any rank travels.
+        any_travels: whether any row of any rank travels.
         kept: this rank's rows that stay, by their numbers here.
         sent: to each rank, this rank's rows, by their numbers here.
         got: from each rank, its rows, by their numbers there.
@@ -49,7 +49,7 @@ class Routes:
     """
 
     def __init__(self, table: AllRows, homes: Sequence[int], rank: int, num_ranks: int) -> None:
-        self.moves = homes != table.ranks
+        self.any_travels = homes != table.ranks
         self.sent: list[list[int]] = [[] for _ in range(num_ranks)]
         self.got: list[list[int]] = [[] for _ in range(num_ranks)]
         for row, (source, home) in enumerate(zip(table.ranks, homes, strict=True)):
@@ -67,23 +67,23 @@ class Travel:
     """One rank's rows on their way there and back.
 
     Attributes:
-        table: all ranks' rows. routes: theirs. Both from `plan` on.
+        table: all ranks' rows. moves: theirs. Both from `place_rows` on.
         metrics: prefix/* and timing_s/* of this rank so far; imbalance and groups are those of all ranks.
     """
 
     table: AllRows
-    routes: Routes
+    moves: Moves
 
     def __init__(self, rows: BatchRows, group: dist.ProcessGroup) -> None:
         self._rows, self._group, self._device = rows, group, get_device_name()
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
 
-    def plan(self, shape: ModelShape, trees: TreeRule) -> bool:
+    def place_rows(self, shape: ModelShape, trees: TreeRule) -> bool:
         """Tells all ranks of all rows, and finds each a rank. Returns whether rows are cut, as in `group_rows`."""
         with self._timed():
             with together("describing rows", 4) as agreed:
-                self._bytes = RowBytes.of_batch(self._rows.data)
+                self._bytes = RowCodec.of_batch(self._rows.data)
                 own = describe(self._rows, shape)
                 agreed += [len(own), trees.cut_before, *_same(self._bytes.layout)]
             most, seen, *layouts = agreed
@@ -121,39 +121,39 @@ class Travel:
             raise ExchangeError(
                 f"{len(table.keys)} rows were placed on ranks {homes}; there are {self._size}, and each needs one"
             )
-        self.routes = Routes(table, homes, self._rank, self._size)
+        self.moves = Moves(table, homes, self._rank, self._size)
         self.metrics |= {
             "prefix/placement_imbalance": placement.imbalance,
             "prefix/split_groups": 0 if compatible else placement.split_groups,
             "prefix/cost_split_groups": placement.split_groups if compatible else 0,
-            "prefix/exchanged_rows": sum(map(len, self.routes.sent)),
+            "prefix/exchanged_rows": sum(map(len, self.moves.sent)),
         }
         return homes
 
-    def rows(self) -> BatchRows:
-        """Sends rows; returns those that this rank computes, in the order of `Routes.computed`."""
+    def send_rows(self) -> BatchRows:
+        """Sends rows; returns those that this rank computes, in the order of `Moves.computed`."""
         with self._timed():
             with together("sending rows"):
-                sent = enumerate(self.routes.sent)
+                sent = enumerate(self.moves.sent)
                 parcels = [self._bytes.pack([self._for(to, i) for i in rows]) for to, rows in sent]
             received = self._swap(parcels)
             with together("receiving rows"):
-                rows = [self._bytes.row(i, i) for i in self.routes.kept]
-                rows += _unpacked(self._bytes, received, self.routes.got, "sent")
-                keys = [self.table.keys[row] for row in self.routes.computed]
+                rows = [self._bytes.row(i, i) for i in self.moves.kept]
+                rows += _unpacked(self._bytes, received, self.moves.got, "sent")
+                keys = [self.table.keys[row] for row in self.moves.computed]
                 return BatchRows(self._batch(self._with_pixels(rows, keys)), keys)
 
     def give_back(self, output: Outputs | None) -> dict[str, torch.Tensor]:
         """As `Exchange.give_back`. A rank without outputs takes part in what all ranks do."""
-        routes, lens = self.routes, self.table.lens
+        moves, lens = self.moves, self.table.lens
         with self._timed():
             with together("returning outputs", 2) as agreed:
-                out, at = RowBytes(output or {}), itertools.count(len(routes.kept))
+                out, at = RowCodec(output or {}), itertools.count(len(moves.kept))
                 if output is None:
                     parcels, agreed[:] = [out.pack([])] * self._size, [0, -NOBODYS]
                 else:
-                    _check_lens(output, [lens[row] for row in routes.computed], "were computed")
-                    parcels = [out.pack([out.row(next(at), i) for i in rows]) for rows in routes.got]
+                    _check_lens(output, [lens[row] for row in moves.computed], "were computed")
+                    parcels = [out.pack([out.row(next(at), i) for i in rows]) for rows in moves.got]
                     agreed += _same(out.layout)
             if not _agree(agreed):
                 raise ExchangeError(f"ranks computed different outputs; this one has {', '.join(output or ())}")
@@ -161,8 +161,8 @@ class Travel:
             with together("receiving outputs"):
                 if output is None:
                     return {}
-                rows = [out.row(at, i) for at, i in enumerate(routes.kept)]
-                rows += _unpacked(out, received, routes.sent, "gave back outputs of")
+                rows = [out.row(at, i) for at, i in enumerate(moves.kept)]
+                rows += _unpacked(out, received, moves.sent, "gave back outputs of")
                 back = out.join(sorted(rows, key=lambda row: row.origin))
                 _check_lens(back, lens[self.table.starts[self._rank] : self.table.starts[self._rank + 1]], "left")
         return back
@@ -242,7 +242,7 @@ def _agree(maxima: Sequence[int]) -> bool:
     return maxima[0] == -maxima[1]
 
 
-def _unpacked(values: RowBytes, parcels: Sequence[torch.Tensor], expected: list[list[int]], verb: str) -> list[Row]:
+def _unpacked(values: RowCodec, parcels: Sequence[torch.Tensor], expected: list[list[int]], verb: str) -> list[Row]:
     """The rows that arrived from all ranks, checked to be those that were `expected` of each. `verb`: for the error."""
     arrived: list[Row] = []
     for rank, origins in enumerate(expected):

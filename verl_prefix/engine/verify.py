@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.config.actor import SKIPS
+from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.errors import WITHOUT_SHARING
@@ -23,9 +22,9 @@ from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import FLAGS
-from verl_prefix.engine.paths import Stock
+from verl_prefix.engine.paths import WhyStock
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.self_check import Verdict, check
+from verl_prefix.engine.self_check import Verdict, compare
 from verl_prefix.engine.together import together
 from verl_prefix.models.vision import is_vision_config, num_tower_runs, shown_lens
 from verl_prefix.versions import warn_once
@@ -43,74 +42,45 @@ class Verification:
         run_plan: `PrefixEngine.run_plan`.
 
     Attributes:
-        failure: why every batch goes verl's own path, once a check missed under prefix.verify_action=fallback; or None.
+        failure: why every batch takes the stock path, once a check missed under prefix.verify_action=fallback; or None.
     """
 
     def __init__(self, backend: Backend, options: PrefixConfig, run_plan: Callable[..., tuple[dict, dict]]) -> None:
         self._backend, self._options, self._run_plan = backend, options, run_plan
-        self.failure: Stock | None = None
+        self.failure: WhyStock | None = None
         self._num_batches = 0
 
     def check(
-        self, rows: BatchRows, groups: Sequence[Group], budget: int, skips: Plan | None = None, loss: Loss | None = None
-    ) -> dict[str, float]:
-        """Checks a few rows of a group, if a check is due, and that rows which the update leaves out have no gradient;
-        returns its metrics.
+        self, rows: BatchRows, groups: Sequence[Group], budget: int, plan: Plan, loss: Loss
+    ) -> dict[str, float]:  # fmt: skip
+        """Where a check is due and every rank has a group to check: compares a few of its rows on both paths, and then
+        checks that rows which the update leaves out have no gradient. Returns its metrics.
 
         Args:
-            skips: a plan that leaves rows out; None: none does. loss: the update's.
+            rows: that this rank computes. groups, plan: theirs.
             budget: tokens of one pass; no pass of the check has more, unless one row alone does. Where each rank of
-                several computes whole rows on verl's own path, a row that is checked has at most a rank's budget.
+                several computes whole rows on the stock path, a row that is checked has at most a rank's budget.
 
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
         """
-        options = self._options
-        named = {"off": 0.0, "first_step": math.inf}
-        every = named[options.verify] if isinstance(options.verify, str) else options.verify
         start = time.perf_counter()
-        if not every or self._num_batches % every:  # n % inf is 0 for n = 0 alone
+        if not self._is_due():
             self._num_batches += 1
             return {}
-        groups = [group for group in groups if group.num_suffix_tokens] or groups
-        limits = ""
-        if self._backend.stock_facts.why_not_sharded:
-            most = budget // self._backend.ranks.slices
-            fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
-            groups, limits = _of_rows(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
-        candidates = self._checkable(rows, groups)
+        candidates = self._candidates(rows, groups, budget)
         if not candidates:
-            if is_vision_config(self._backend.config):
-                limits += ", without tokens of images or videos in responses"
-                if not self._backend.stock_facts.equal_tower_runs:
-                    limits += " and with the same number of kinds of pixels (images, videos) on every rank"
-            warn_once(
-                logger,
-                "prefix.verify waits for a batch in which every rank has a prompt%s; set "
-                "actor_rollout_ref.actor.prefix.verify=off where none will come",
-                limits,
-            )
             return {}
         with out_of_memory_advice(None):
             verdict = self._verdict(rows, _cheapest(candidates, len(rows)), budget, loss)
-        why = ""
-        if skips is not None and loss is not None:
-            computed = {row for one in skips.passes for group in one.groups for row in group.rows}
-            left = [row for row in range(len(rows)) if row not in computed]
-            with together("checking rows that are left out", 1) as agreed:
-                agreed += [int(loss.has_gradient(rows, left, self._backend.ranks.data))]
-            why = f"rows that are left out have a gradient; set {SKIPS}=False" if agreed[0] else ""
+        misses = []
         if verdict.missed:
-            why = f"{verdict}. The shared-prefix path is wrong for this model; set {WITHOUT_SHARING}"
+            misses = [f"{verdict}. The shared-prefix path is wrong for this model; set {WITHOUT_SHARING}"]
+        if self._options.skip_zero_advantage and not self._backend.has_no_updates:
+            misses += self._gradients_of_dead_rows(rows, plan, loss)
         self._num_batches += 1
-        if why:
-            batches = "batch of ref" if self._backend.has_no_updates else "update"
-            message = f"prefix.verify, {batches} {self._num_batches}: {why} and report it"
-            if options.verify_action == "raise":
-                raise RuntimeError(
-                    f"{message}, or actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
-                )
-            self.failure = Stock(f"the self-check missed: {message}")
+        if misses:
+            self._miss("; ".join(misses))
         figures = {name: getattr(verdict, name) for name in ("attention", "recurrence", "gradients")}
         if not self._backend.shape.recurrent_layers:
             del figures["recurrence"]
@@ -118,75 +88,122 @@ class Verification:
         metrics = {f"prefix/verify_{name}": value for name, value in figures.items()}
         return metrics | {"timing_s/prefix_verify": time.perf_counter() - start}
 
-    def _verdict(self, batch: BatchRows, group: Group, budget: int, loss: Loss | None) -> Verdict:
-        """Checks a group cut to its checked rows; of top-k distillation also what that makes of their logits."""
+    def _is_due(self) -> bool:
+        """Whether this batch is one that `prefix.verify` names."""
+        verify = self._options.verify
+        if isinstance(verify, str):
+            return verify == "first_step" and self._num_batches == 0
+        return verify > 0 and self._num_batches % verify == 0
+
+    def _candidates(self, rows: BatchRows, groups: Sequence[Group], budget: int) -> Sequence[Group]:
+        """Groups to choose from, of which every rank has one; [] where a rank has none, which is said once."""
+        groups, limits = [group for group in groups if group.num_suffix_tokens] or groups, ""
+        if self._backend.stock_facts.why_not_sharded:
+            most = budget // self._backend.ranks.slices
+            fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
+            groups, limits = _of_rows(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
+        choices = [groups]
+        if is_vision_config(self._backend.config):
+            choices = self._with_equal_tower_runs(rows, groups)
+            limits += ", without tokens of images or videos in responses"
+            if len(choices) > 1:
+                limits += " and with the same number of kinds of pixels (images, videos) on every rank"
+        lacking = self._backend.ranks.max_over_ranks([not groups for groups in choices])
+        for groups, lacks in zip(choices, lacking, strict=True):
+            if not lacks:
+                return groups
+        warn_once(
+            logger,
+            "prefix.verify waits for a batch in which every rank has a prompt%s; set "
+            "actor_rollout_ref.actor.prefix.verify=off where none will come",
+            limits,
+        )
+        return []
+
+    def _with_equal_tower_runs(self, rows: BatchRows, groups: Sequence[Group]) -> list[Sequence[Group]]:
+        """Sets of groups in each of which stock passes run a vision tower equally often: with FSDP2 the stock path runs
+        it once for images and once for videos. It takes every visual token for one of these, also one that a model
+        samples, and ends where pixels make fewer: such rows are left out."""
+        shown = zip(shown_lens(rows.data["input_ids"].unbind(), self._backend.config), rows.prompt_lens, strict=True)
+        groups, pixels = _of_rows(groups, [last <= prompt_len for last, prompt_len in shown]), rows.pixels
+        if self._backend.stock_facts.equal_tower_runs:
+            return [groups]
+        # Rows of a tree may show other pixels each.
+        runs = [{num_tower_runs(pixels[row]) for row in group.rows} for group in groups]
+        return [[group for group, of_rows in zip(groups, runs, strict=True) if of_rows == {n}] for n in (1, 2)]
+
+    def _gradients_of_dead_rows(self, rows: BatchRows, plan: Plan, loss: Loss) -> list[str]:
+        """Checks on all ranks that rows in no pass of the plan, which are dead or have no response, have no gradient.
+        Returns [] or [what is wrong]."""
+        computed = {row for each in plan.passes for group in each.groups for row in group.rows}
+        with together("checking rows that are left out", 1) as agreed:
+            left_out = [row for row in range(len(rows)) if row not in computed]
+            agreed += [int(loss.has_gradient(rows, left_out, self._backend.ranks.data))]
+        return [f"rows that are left out have a gradient; set {SKIP_ZERO_ADVANTAGE}=False"] * agreed[0]
+
+    def _miss(self, why: str) -> None:
+        """Ends the run, or sends all batches from now on to the stock path."""
+        batches = "batch of ref" if self._backend.has_no_updates else "update"
+        message = f"prefix.verify, {batches} {self._num_batches}: {why} and report it"
+        if self._options.verify_action == "raise":
+            raise RuntimeError(
+                f"{message}, or actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
+            )
+        self.failure = WhyStock(f"the self-check missed: {message}")
+
+    def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:
+        """Compares both paths of a group, on all ranks; of top-k distillation also what that makes of logits."""
         backend = self._backend
         # Every rank runs equally many stock passes, of one row each: the budget may have no room for logits of more.
         most, minus_fewest = backend.ranks.max_over_ranks(
-            [len(group.rows), -_num_perturbed(len(batch), len(group.rows))]
+            [len(group.rows), -_num_perturbed(len(rows), len(group.rows))]
         )
         repeated = group.rows[-1:] * (int(most) - len(group.rows))
-        rows, rows_alone = batch.select(group.rows), batch.select([*group.rows, *repeated])
+        of_group, alone = rows.select(group.rows), rows.select([*group.rows, *repeated])
         group = group.renumbered({row: place for place, row in enumerate(group.rows)})
-        lens = rows.response_lens
+        lens = of_group.response_lens
         flags = dict.fromkeys(FLAGS, False) | {"return_model_output": True}
         name, falling = backend.output_names(flags)[0], _falling_loss
-        if batch.flag("distillation_use_topk") and loss is not None:
+        if rows.flag("distillation_use_topk"):
             flags["distillation_use_topk"] = True
             falling = functools.partial(_falling_loss, processor=loss.function)
-        for chosen in (rows, rows_alone):  # repeated rows count for nothing
+        for chosen in (of_group, alone):  # repeated rows count for nothing
             tu.assign_non_tensor(chosen.data, **flags)
             weights = [float(i < len(lens)) / len(lens) for i in range(len(chosen))]
             chosen.data["verify_weight"] = torch.tensor(weights)
-        tu.assign_non_tensor(rows_alone.data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        tu.assign_non_tensor(alone.data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
 
         def responses(output: dict) -> torch.Tensor:
             if not backend.ranks.has_outputs:
                 return torch.zeros(0)
-            found = _checked(output["model_output"])[: len(lens)]
-            return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(found, lens, strict=True)])
+            values = _compared_outputs(output["model_output"])[: len(lens)]
+            return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(values, lens, strict=True)])
 
         forward_only = backend.has_no_updates  # then no gradient differs from zero
 
         def stock() -> torch.Tensor:
-            return responses(backend.stock_batch(rows_alone.data, falling, forward_only))
+            return responses(backend.stock_batch(alone.data, falling, forward_only))
 
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
-            plan = _checked_plan(group, budget, path, nests=backend.memory(self._options).stages == 1)
+            plan = plan_to_check(group, budget, path, nests=backend.memory(self._options).stages == 1)
             falls = Loss(falling, fields={"temperature", "verify_weight"})
-            output, _ = self._run_plan(rows, [group], plan, falls, forward_only, pass_type=pass_type)
+            output, _ = self._run_plan(of_group, [group], plan, falls, forward_only, pass_type=pass_type)
             return responses(output)
 
         with backend.gradients_aside():
-            verdict = check(
+            verdict = compare(
                 stock, ours, backend.rounding_noise, backend.gradients(), backend.ranks.sum_over_ranks,
                 num_perturbed=int(-minus_fewest),
             )  # fmt: skip
         worst: list[Any] = [None] * torch.distributed.get_world_size()
         own = (verdict.attention, verdict.layer), (verdict.recurrence, verdict.key)
         torch.distributed.all_gather_object(worst, own)
-        (attention, layer), (recurrence, key) = (max(c, key=lambda one: one[0]) for c in zip(*worst, strict=True))
-        found = verdict._replace(attention=attention, layer=layer, recurrence=recurrence, key=key)
-        return found._replace(outputs=name.replace("_", "-"))
-
-    def _checkable(self, batch: BatchRows, groups: Sequence[Group]) -> Sequence[Group]:
-        """Groups to choose from, of which every rank has one. Their stock passes run a vision tower equally often on
-        every rank: with FSDP2 verl's path runs it once for images and once for videos. It takes every visual token for
-        one of these, also one that a model samples, and ends where pixels make fewer: such rows are left out."""
-        chosen, config = [groups], self._backend.config
-        if is_vision_config(config):
-            shown = zip(shown_lens(batch.data["input_ids"].unbind(), config), batch.prompt_lens, strict=True)
-            groups = _of_rows(groups, [last <= prompt_len for last, prompt_len in shown])
-            pixels, chosen = batch.pixels, [groups]
-            if not self._backend.stock_facts.equal_tower_runs:
-                # Rows of a tree may show other pixels each.
-                runs = [{num_tower_runs(pixels[row]) for row in group.rows} for group in groups]
-                chosen = [[group for group, found in zip(groups, runs, strict=True) if found == {n}] for n in (1, 2)]
-        lacking = self._backend.ranks.max_over_ranks([not groups for groups in chosen])
-        return next((groups for groups, lacks in zip(chosen, lacking, strict=True) if not lacks), [])
+        (attention, layer), (recurrence, key) = (max(c, key=lambda pair: pair[0]) for c in zip(*worst, strict=True))
+        verdict = verdict._replace(attention=attention, layer=layer, recurrence=recurrence, key=key)
+        return verdict._replace(outputs=name.replace("_", "-"))
 
 
-def _checked_plan(group: Group, budget: int, path: str, nests: bool) -> Plan:
+def plan_to_check(group: Group, budget: int, path: str, nests: bool) -> Plan:
     """The plan by which a group is checked, "packed" or "phased": then several waves read one prefix, and their
     gradients add up; of a tree, where passes may be nested, those of several phases A.
 
@@ -197,7 +214,7 @@ def _checked_plan(group: Group, budget: int, path: str, nests: bool) -> Plan:
     return Plan((deepest,)) if deepest else make_plan([group], budget, path, wave_tokens=1, nests=nests)
 
 
-def _checked(model_output: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+def _compared_outputs(model_output: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """What is compared, of each row: log-probs or values, and of top-k distillation the sums of these and its
     losses."""
     names = ("log_probs", "values", "distillation_losses")
@@ -215,7 +232,7 @@ def _falling_loss(
         assert processor is not None
         return processor(data=data, **others)
     lens, loss = BatchRows(data).response_lens, 0.0 * next(iter(model_output.values())).values().sum()
-    for row, length, weight in zip(_checked(model_output), lens, data["verify_weight"], strict=True):
+    for row, length, weight in zip(_compared_outputs(model_output), lens, data["verify_weight"], strict=True):
         falling = 1 / torch.arange(1, length + 1, device=row.device)
         loss = loss - weight * (row[len(row) - length - 1 : len(row) - 1] * falling).sum()
     return loss, {}

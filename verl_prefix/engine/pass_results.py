@@ -1,4 +1,4 @@
-"""One mini-batch on its way through the schedule: rows in; verl's outputs, losses and metrics of every pass out."""
+"""Results of a mini-batch's passes: verl's outputs, losses and metrics, by pass."""
 
 import logging
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from verl_prefix.engine.rows import ROUTES, BatchRows, select_rows
 logger = logging.getLogger(__name__)
 
 
-class _Pass(NamedTuple):
-    """A pass that is done: its output as verl wants it, whether all of it was finite ([] bool), where it ran, and
-    whether any of its tokens counts."""
+class _Result(NamedTuple):
+    """What a pass left: its rows, its output as verl wants it, whether all of that was finite ([] bool), where it ran,
+    and whether any of its tokens counts."""
 
     rows: list[int]
     output: dict[str, Any]
@@ -30,11 +30,11 @@ class _Pass(NamedTuple):
     counts: bool
 
 
-class MiniBatch:
-    """One mini-batch, whose passes the schedule hands to `step`.
+class PassResults:
+    """Results of a mini-batch's passes, which the schedule hands to `step`.
 
     Args:
-        last_tokens: of `TokenOutputs`.
+        rows: the mini-batch's, on this rank. last_tokens: of `TokenOutputs`.
         hides_padding: the loss of a pass that also has real rows does not see rows of padding, since means over rows
             are among its metrics (verl#7771). A pass of padding alone gets its loss, and its metrics do not count where
             the rank has others.
@@ -42,7 +42,6 @@ class MiniBatch:
     Attributes:
         keeps_model_output: whether outputs of rows are wanted, on every rank or on none.
         token_outputs: what makes outputs of tokens, then of rows.
-        num_not_finite: passes with anything not finite, once `outputs` was asked for.
     """
 
     def __init__(
@@ -56,14 +55,13 @@ class MiniBatch:
         reads_masked = self.keeps_model_output or loss.reads_masked(rows.data)
         self.token_outputs = TokenOutputs(backend, rows, reads_masked, last_tokens, loss.function)
         self._padding = rows.padding if hides_padding else set[int]()
-        self._passes: list[_Pass] = []
-        self.num_not_finite = 0
+        self._results: list[_Result] = []
 
     def step(self, layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
         """Does what verl's forward_step does after the model; outputs [suffix tokens, k]."""
         rows = [row for group in layout.groups for row in group.rows]
-        micro_batch = self._loss.rows(self._data, rows)
-        model_output = self.token_outputs.of_rows(layout, outputs, micro_batch["input_ids"].offsets())
+        micro_batch = self._loss.micro_batch(self._data, rows)
+        model_output = self.token_outputs.scatter_to_rows(layout, outputs, micro_batch["input_ids"].offsets())
         read, seen = model_output, [i for i, row in enumerate(rows) if row not in self._padding]
         if 0 < len(seen) < len(rows):
             micro_batch = select_rows(micro_batch, seen)
@@ -75,64 +73,65 @@ class MiniBatch:
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
         model_output = {name: values.detach() for name, values in model_output.items()}
         output = {"loss": loss.detach(), "metrics": metrics, "model_output": model_output}
-        self._passes.append(_Pass(rows, output, finite, where=current_pass(), counts=counts and bool(seen)))
+        self._results.append(_Result(rows, output, finite, where=current_pass(), counts=counts and bool(seen)))
         return loss
 
-    def outputs(self, plan: Plan) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        """The outputs of each pass, and its rows; asked once.
+    def finish(self, plan: Plan) -> tuple[list[dict[str, Any]], list[list[int]], int]:
+        """Ends the run: returns the output of each pass, its rows, and how many passes had anything not finite.
 
         Rows with an empty response are in no pass. They get a step of their own where their outputs are wanted. They
         also get one where this rank has no other row: the metrics of all ranks need the same keys, and equally many
         values of each (`even_out`).
         """
-        if plan.idle_groups and (self.keeps_model_output or not self._passes):
+        if plan.idle_groups and (self.keeps_model_output or not self._results):
             with torch.no_grad(), self._backend.autocast():
                 nothing = Layout(torch.zeros(0, dtype=torch.int64), 0, (), plan.idle_groups)
-                self.step(nothing, self.token_outputs.of_no_tokens())
-            if len(self._passes) > 1:
-                self._passes[-1].output["metrics"] = {}
-        if any(one.counts for one in self._passes):
-            for one in self._passes:
-                one.output["metrics"] = one.output["metrics"] if one.counts else {}
-        self.find_not_finite()
-        for one in self._passes:
-            one.output["loss"] = one.output["loss"].item()
+                self.step(nothing, self.token_outputs.empty())
+            if len(self._results) > 1:
+                self._results[-1].output["metrics"] = {}
+        if any(result.counts for result in self._results):
+            for result in self._results:
+                result.output["metrics"] = result.output["metrics"] if result.counts else {}
+        num_not_finite = self.find_not_finite()
+        for result in self._results:
+            result.output["loss"] = result.output["loss"].item()
             if not self.keeps_model_output:
-                del one.output["model_output"]
-        return [one.output for one in self._passes], [one.rows for one in self._passes]
+                del result.output["model_output"]
+        return [result.output for result in self._results], [result.rows for result in self._results], num_not_finite
 
-    def find_not_finite(self) -> None:
+    def find_not_finite(self) -> int:
         """Counts passes with anything not finite, and names the rows of the first."""
-        not_finite = [one for one in self._passes if not one.finite]
-        self.num_not_finite = len(not_finite)
+        not_finite = [result for result in self._results if not result.finite]
         if not_finite:
             self._name(not_finite[0])
+        return len(not_finite)
 
-    def _name(self, one: _Pass) -> None:
+    def _name(self, result: _Result) -> None:
+        """Logs in which rows something is not finite."""
         uids = tu.get(self._data, "uid", [None] * len(self._data))
-        read = select_rows(self._data, one.rows)
+        read = select_rows(self._data, result.rows)
         problems, fields = [], {name: read[name] for name in self._loss.floats(read)}
-        for name, values in (one.output["model_output"] | fields).items():
-            pairs = zip(one.rows, values.unbind(), strict=True)
+        for name, values in (result.output["model_output"] | fields).items():
+            pairs = zip(result.rows, values.unbind(), strict=True)
             if bad := [f"{row} (uid {uids[row]})" for row, x in pairs if not torch.isfinite(x).all()]:
                 problems.append(f"{name} of rows {listed(bad)}")
         logger.error(
             "not finite in %s: loss %s; %s. %s; later passes of this mini-batch are counted in "
             "prefix/nonfinite_passes and not logged",
-            one.where,
-            one.output["loss"].item(),
+            result.where,
+            result.output["loss"].item(),
             "; ".join(problems) or "all that it was made of is finite",
             self._backend.after_not_finite,
         )
 
 
 def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:
-    """Gives every `Metric` values of `num_passes`, where those of `outputs` have made it. verl averages them over ranks
-    by position (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's own mean to
-    anything else."""
+    """Gives every `Metric`, which has values of the passes with `outputs`, values of `num_passes`. verl averages them
+    over ranks by position (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's
+    own mean to anything else."""
     for name, metric in metrics.items():
         if isinstance(metric, Metric) and metric.values:
-            num, real = len(metric.values), sum(name in one["metrics"] for one in outputs)
+            num, real = len(metric.values), sum(name in output["metrics"] for output in outputs)
             filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / num
             metric.extend([filler] * (num // real * (num_passes - real)))
 
@@ -144,8 +143,8 @@ def same_sums(metrics: dict[str, object], group: Any) -> None:
     Args:
         group: the ranks that compute data in parallel.
     """
-    found = {name: x for name, x in metrics.items() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM}
-    others: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(others, found, group)
-    for name, metric in (pair for other in others for pair in other.items() if pair[0] not in metrics):
+    sums = {name: x for name, x in metrics.items() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM}
+    of_ranks: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(of_ranks, sums, group)
+    for name, metric in (pair for of_rank in of_ranks for pair in of_rank.items() if pair[0] not in metrics):
         metrics[name] = zeros_of(metric)
