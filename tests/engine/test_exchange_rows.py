@@ -23,7 +23,7 @@ SHAPE = ModelShape(1e6, 1e5, 1e2, (None, 64), 1.0, 1.0, 1.0, 100, tower=1e6)
 WAITS = timedelta(minutes=10)  # that a rank would wait for others: an error must be seen without
 END = 2  # token that ends a message
 BROKEN = {
-    "outputs in another order": "gave back outputs of its rows",
+    "outputs in another order": "rank 1 sent outputs of rows",
     "a row lost": "rank 1 sent its rows",
     "a row twice": "rank 1 sent its rows",
     "a row of a rank that is not there": "there are 4",

@@ -1,4 +1,4 @@
-"""Rows of a batch as bytes, and back: what `exchange` sends."""
+"""Rows of a batch as bytes, and back: what `travel` sends."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.engine.rows import PIXELS
+from verl_prefix.engine.carried_pixels import PIXELS
 
 # Fields that travel and are no tensors. All others (raw_prompt, extra_fields) stay behind: neither outputs nor verl's
 # own losses read them.
 TRAVELLING = ("uid", "session_id", PIXELS)
 
 
-class Row(NamedTuple):
+class TravellingRow(NamedTuple):
     """A row: its index where it came from, its tensors by name, and its values of `TRAVELLING`."""
 
     origin: int
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 class RowCodec:
-    """The rows of a batch.
+    """Takes a batch apart into rows that can travel as bytes, and joins such rows to a batch.
 
     Attributes:
         layout: what two ranks must have in common to read each other's rows.
@@ -51,12 +51,12 @@ class RowCodec:
             tensors, {name: values[name].tolist() for name in TRAVELLING if name in values and name not in tensors}
         )
 
-    def row(self, i: int, origin: int) -> Row:
+    def row(self, i: int, origin: int) -> TravellingRow:
         """Row i, to be known as `origin`."""
         tensors = {name: rows[i] for name, rows in self._rows.items()}
-        return Row(origin, tensors, {name: values[i] for name, values in self.objects.items()})
+        return TravellingRow(origin, tensors, {name: values[i] for name, values in self.objects.items()})
 
-    def pack(self, rows: Sequence[Row]) -> torch.Tensor:
+    def pack(self, rows: Sequence[TravellingRow]) -> torch.Tensor:
         """Rows as one uint8 tensor: their tensors, those of pixels among them, by safetensors; all else as JSON.
 
         Raises:
@@ -81,19 +81,20 @@ class RowCodec:
             raise TypeError(f"{', '.join(self.objects)} cannot travel with their rows: {error}; {stay}") from error
         return torch.frombuffer(bytearray(save(arrays)), dtype=torch.uint8)
 
-    def unpack(self, packed: torch.Tensor) -> list[Row]:
+    def unpack(self, packed: torch.Tensor) -> list[TravellingRow]:
         """The rows that `pack` of a batch with the same layout packed; tuples come back as lists."""
         if not len(packed):
             return []
         tensors = load(packed.numpy().tobytes())
-        rows = [Row(origin, {}, others) for origin, others in json.loads(tensors.pop("heads").numpy().tobytes())]
+        heads = json.loads(tensors.pop("heads").numpy().tobytes())
+        rows = [TravellingRow(origin, {}, others) for origin, others in heads]
         for path, x in tensors.items():
             i, kind, dtype, name = path.split("/", 3)
             row = rows[int(i)]
             (row.tensors if kind == "own" else row.others[PIXELS])[name] = x.view(getattr(torch, dtype))
         return rows
 
-    def join(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def join(self, rows: Sequence[TravellingRow]) -> dict[str, torch.Tensor]:
         """The tensors of a batch of these rows, by name."""
         return {name: _join([row.tensors[name] for row in rows], x) for name, x in self._tensors.items()}
 

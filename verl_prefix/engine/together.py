@@ -1,6 +1,7 @@
 """`together`: a piece of work that every rank does, and that fails on all ranks where it fails on one."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,26 +13,71 @@ class ExchangeError(RuntimeError):
     """Rows or outputs are not where they belong, or another rank failed."""
 
 
+_NOBODYS = 2**48  # no digest of `Agreement.same` is as large
+
+
+class Agreement:
+    """What ranks tell each other within a `together`, and know of all of them after it.
+
+    Args:
+        maxima: names of integers from 0 to 2**53, whose maxima over ranks are wanted.
+        same: names of values that should be the same on all ranks.
+    """
+
+    def __init__(self, maxima: Sequence[str], same: Sequence[str]) -> None:
+        self._maxima = dict.fromkeys(maxima, 0)
+        # A digest and its negative: the maxima of both are each other's negative where all ranks have one digest.
+        self._digests = dict.fromkeys(same, (0, -_NOBODYS))
+
+    def maximum(self, name: str, value: int) -> None:
+        """Tells this rank's integer."""
+        self._maxima[name] = value
+
+    def same(self, name: str, value: object) -> None:
+        """Tells this rank's value. A rank that tells none differs from nobody."""
+        digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
+        self._digests[name] = digest, -digest
+
+    def __getitem__(self, name: str) -> int:
+        """The maximum over ranks."""
+        return self._maxima[name]
+
+    def is_same(self, name: str) -> bool:
+        """Whether all ranks that told a value, of which there is one, told the same."""
+        largest, minus_smallest = self._digests[name]
+        return largest == -minus_smallest
+
+    def reduce(self, failed: int) -> int:
+        """Makes everything told, and `failed`, the maximum over ranks; returns that of `failed`."""
+        told = [failed, *self._maxima.values(), *(x for pair in self._digests.values() for x in pair)]
+        reduced = torch.tensor(told, dtype=torch.float64, device=get_device_name())
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+        maxima = map(int, reduced.tolist())
+        failed = next(maxima)
+        self._maxima = {name: next(maxima) for name in self._maxima}
+        self._digests = {name: (next(maxima), next(maxima)) for name in self._digests}
+        return failed
+
+
 @contextmanager
-def together(doing: str, num_agreed: int = 0) -> Iterator[list[int]]:
+def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -> Iterator[Agreement]:
     """Runs what is inside, then finds out whether it went well on every rank, copies included.
 
+    Args:
+        doing: what is inside, for the error. maxima, same: of the `Agreement`.
+
     Yields:
-        an empty list to fill with `num_agreed` integers below 2**53, which become their maxima over ranks.
+        what ranks tell each other inside, and know after it.
 
     Raises:
         ExchangeError: another rank failed. An error of this rank is raised as it is.
     """
-    agreed: list[int] = []
-    error: Exception | None = None
+    agreed, error = Agreement(maxima, same), None
     try:
         yield agreed
     except Exception as failure:  # whatever it is, the others wait to hear of it; raised again below
         error = failure
-    mine = [0, *agreed] if error is None else [dist.get_rank() + 1, *[0] * num_agreed]
-    reduced = torch.tensor(mine, dtype=torch.float64, device=get_device_name())
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-    failed, *agreed[:] = map(int, reduced.tolist())
+    failed = agreed.reduce(0 if error is None else dist.get_rank() + 1)
     if error is not None:
         raise error
     if failed:

@@ -1,10 +1,9 @@
 """Travel: rows go to the rank that computes them, and outputs come back. Nothing else sends rows.
 
-`Moves` is the plan, the same on every rank; `Travel` carries it out.
+`Moves` is a rank's part of the plan, which all ranks make alike; `Travel` carries it out.
 """
 
 import functools
-import hashlib
 import itertools
 import logging
 import time
@@ -22,7 +21,7 @@ from verl.utils.device import get_device_name
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.engine.carried_pixels import PIXELS
 from verl_prefix.engine.grouping import TreeRule
-from verl_prefix.engine.row_bytes import Row, RowCodec
+from verl_prefix.engine.row_bytes import RowCodec, TravellingRow
 from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import ExchangeError, together
@@ -67,7 +66,7 @@ class Travel:
     """One rank's rows on their way there and back.
 
     Attributes:
-        table: all ranks' rows. moves: theirs. Both from `place_rows` on.
+        table: all ranks' rows. moves: where this rank's go. Both from `place_rows` on.
         metrics: prefix/* and timing_s/* of this rank so far; imbalance and groups are those of all ranks.
     """
 
@@ -80,28 +79,30 @@ class Travel:
         self.metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
 
     def place_rows(self, shape: ModelShape, trees: TreeRule) -> bool:
-        """Tells all ranks of all rows, and finds each a rank. Returns whether rows are cut, as in `group_rows`."""
+        """Tells all ranks of all rows, and finds each row a rank. Returns whether rows are cut, as in `group_rows`."""
         with self._timed():
-            with together("describing rows", 4) as agreed:
-                self._bytes = RowCodec.of_batch(self._rows.data)
+            with together("describing rows", maxima=("num_rows", "cut_before"), same=("layout",)) as agreed:
+                self._codec = RowCodec.of_batch(self._rows.data)
                 own = describe(self._rows, shape)
-                agreed += [len(own), trees.cut_before, *_same(self._bytes.layout)]
-            most, seen, *layouts = agreed
-            trees = trees._replace(cut_before=bool(seen))  # ranks differ after a batch whose rows stayed
-            compatible = _agree(layouts)
+                agreed.maximum("num_rows", len(own))
+                agreed.maximum("cut_before", trees.cut_before)
+                agreed.same("layout", self._codec.layout)
+            # Ranks differ in it after a batch whose rows stayed.
+            trees = trees._replace(cut_before=bool(agreed["cut_before"]))
+            compatible = agreed.is_same("layout")
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
-            self.table = AllRows(self._gather(own, most))
+            self.table = AllRows(self._gather(own, agreed["num_rows"]))
             are_cut = trees.are_cut(self.table.uids, self.table.keys)
             pieces: list[torch.Tensor] = []
             if are_cut:
-                with together("describing turns", 1) as agreed:
+                with together("describing turns", maxima=("num_pieces",)) as agreed:
                     own = describe_pieces(self._rows, shape, trees)
-                    agreed += [len(own)]
-                pieces = self._gather(own, agreed[0])
-            with together("placing rows", 2) as agreed:
-                agreed += _same(self._place(compatible, pieces if are_cut else None))
-        if not _agree(agreed):
+                    agreed.maximum("num_pieces", len(own))
+                pieces = self._gather(own, agreed["num_pieces"])
+            with together("placing rows", same=("homes",)) as agreed:
+                agreed.same("homes", self._place(compatible, pieces if are_cut else None))
+        if not agreed.is_same("homes"):
             raise ExchangeError(
                 "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
                 "actor_rollout_ref.actor.prefix.exchange=off"
@@ -132,39 +133,38 @@ class Travel:
 
     def send_rows(self) -> BatchRows:
         """Sends rows; returns those that this rank computes, in the order of `Moves.computed`."""
+        codec, moves = self._codec, self.moves
         with self._timed():
             with together("sending rows"):
-                sent = enumerate(self.moves.sent)
-                parcels = [self._bytes.pack([self._for(to, i) for i in rows]) for to, rows in sent]
+                sent = enumerate(moves.sent)
+                parcels = [codec.pack([self._without_known_pixels(i, to) for i in rows]) for to, rows in sent]
             received = self._swap(parcels)
             with together("receiving rows"):
-                rows = [self._bytes.row(i, i) for i in self.moves.kept]
-                rows += _unpacked(self._bytes, received, self.moves.got, "sent")
-                keys = [self.table.keys[row] for row in self.moves.computed]
+                rows = [codec.row(i, i) for i in moves.kept]
+                rows += _unpacked(codec, received, moves.got, "its rows")
+                keys = [self.table.keys[row] for row in moves.computed]
                 return BatchRows(self._batch(self._with_pixels(rows, keys)), keys)
 
-    def give_back(self, output: Outputs | None) -> dict[str, torch.Tensor]:
+    def give_back(self, outputs: Outputs | None) -> dict[str, torch.Tensor]:
         """As `Exchange.give_back`. A rank without outputs takes part in what all ranks do."""
-        moves, lens = self.moves, self.table.lens
+        moves, lens, codec = self.moves, self.table.lens, RowCodec(outputs or {})
         with self._timed():
-            with together("returning outputs", 2) as agreed:
-                out, at = RowCodec(output or {}), itertools.count(len(moves.kept))
-                if output is None:
-                    parcels, agreed[:] = [out.pack([])] * self._size, [0, -NOBODYS]
-                else:
-                    _check_lens(output, [lens[row] for row in moves.computed], "were computed")
-                    parcels = [out.pack([out.row(next(at), i) for i in rows]) for rows in moves.got]
-                    agreed += _same(out.layout)
-            if not _agree(agreed):
-                raise ExchangeError(f"ranks computed different outputs; this one has {', '.join(output or ())}")
+            with together("returning outputs", same=("layout",)) as agreed:
+                parcels, at = [codec.pack([])] * self._size, itertools.count(len(moves.kept))
+                if outputs is not None:
+                    _check_lens(outputs, [lens[row] for row in moves.computed])
+                    parcels = [codec.pack([codec.row(next(at), i) for i in rows]) for rows in moves.got]
+                    agreed.same("layout", codec.layout)
+            if not agreed.is_same("layout"):
+                raise ExchangeError(f"ranks computed different outputs; this one has {', '.join(outputs or ())}")
             received = self._swap(parcels)
             with together("receiving outputs"):
-                if output is None:
+                if outputs is None:
                     return {}
-                rows = [out.row(at, i) for at, i in enumerate(moves.kept)]
-                rows += _unpacked(out, received, moves.sent, "gave back outputs of")
-                back = out.join(sorted(rows, key=lambda row: row.origin))
-                _check_lens(back, lens[self.table.starts[self._rank] : self.table.starts[self._rank + 1]], "left")
+                rows = [codec.row(at, i) for at, i in enumerate(moves.kept)]
+                rows += _unpacked(codec, received, moves.sent, "outputs of rows")
+                back = codec.join(sorted(rows, key=lambda row: row.origin))
+                _check_lens(back, lens[self.table.starts[self._rank] : self.table.starts[self._rank + 1]])
         return back
 
     @contextmanager
@@ -177,9 +177,9 @@ class Travel:
         """The tables of all ranks. Each rank sends a row with its count and then its table, padded to `most` rows."""
         padded = torch.zeros(most + 1, table.shape[1], dtype=torch.int64)
         padded[0, 0], padded[1 : len(table) + 1] = len(table), table
-        every = torch.empty(self._size, *padded.shape, dtype=torch.int64, device=self._device)
-        dist.all_gather(list(every), padded.to(self._device), group=self._group)
-        return [one[1 : one[0, 0] + 1] for one in every.cpu()]
+        tables = torch.empty(self._size, *padded.shape, dtype=torch.int64, device=self._device)
+        dist.all_gather(list(tables), padded.to(self._device), group=self._group)
+        return [of_rank[1 : of_rank[0, 0] + 1] for of_rank in tables.cpu()]
 
     @functools.cached_property
     def _holders(self) -> set[tuple[Hashable, int]]:
@@ -187,32 +187,32 @@ class Travel:
         table = self.table
         return {(k, r) for k, r, has in zip(table.keys, table.ranks, table.has_pixels, strict=True) if has}
 
-    def _for(self, to: int, i: int) -> Row:
+    def _without_known_pixels(self, i: int, to: int) -> TravellingRow:
         """Row i as it goes to rank `to`: without its pixels where that one has them."""
-        row, key = self._bytes.row(i, i), self.table.keys[self.table.starts[self._rank] + i]
+        row, key = self._codec.row(i, i), self.table.keys[self.table.starts[self._rank] + i]
         if row.others.get(PIXELS) and (key, to) in self._holders:
             row.others[PIXELS] = {name: x for name, x in row.others[PIXELS].items() if name not in PIXEL_NAMES}
         return row
 
-    def _with_pixels(self, rows: list[Row], keys: Sequence[Hashable]) -> list[Row]:
+    def _with_pixels(self, rows: list[TravellingRow], keys: Sequence[Hashable]) -> list[TravellingRow]:
         """Gives rows the pixels that another row of their group has here. No dict of the batch changes: an update of
         several epochs asks for its rows again."""
-        if PIXELS not in self._bytes.objects:
+        if PIXELS not in self._codec.objects:
             return rows
-        seen = [dict(row.others[PIXELS] or {}) for row in rows]
-        pixels = ({name: x for name, x in one.items() if name in PIXEL_NAMES} for one in seen)
+        shown = [dict(row.others[PIXELS] or {}) for row in rows]
+        pixels = ({name: x for name, x in of_row.items() if name in PIXEL_NAMES} for of_row in shown)
         held = {key: own for key, own in zip(keys, pixels, strict=True) if own}
-        for key, one, row in zip(keys, seen, rows, strict=True):
+        for key, of_row, row in zip(keys, shown, rows, strict=True):
             if key in held:  # also where pixels were all that a row had, before they stayed behind
-                one = {name: x for name, x in one.items() if name != CARRIED_BY} | held[key]
-            row.others[PIXELS] = one
+                of_row = {name: x for name, x in of_row.items() if name != CARRIED_BY} | held[key]
+            row.others[PIXELS] = of_row
         return rows
 
-    def _batch(self, rows: Sequence[Row]) -> TensorDict:
+    def _batch(self, rows: Sequence[TravellingRow]) -> TensorDict:
         """Rows as verl's batch, with what the batch has once."""
         once = {name: x.data for name, x in self._rows.data.items() if isinstance(x, NonTensorData)}
-        lists = {name: [row.others[name] for row in rows] for name in self._bytes.objects}
-        return tu.get_tensordict(self._bytes.join(rows) | lists, once)
+        lists = {name: [row.others[name] for row in rows] for name in self._codec.objects}
+        return tu.get_tensordict(self._codec.join(rows) | lists, once)
 
     def _swap(self, parcels: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Sends each rank its parcel, uint8; returns what each sent here."""
@@ -228,31 +228,19 @@ class Travel:
         return received.cpu().split(got)
 
 
-NOBODYS = 2**48  # no digest of `_same` is as large
-
-
-def _same(value: object) -> list[int]:
-    """A digest and its negative, for `_agree`."""
-    digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
-    return [digest, -digest]
-
-
-def _agree(maxima: Sequence[int]) -> bool:
-    """Whether all ranks had the same value: then the maxima of `_same` over ranks are each other's negative."""
-    return maxima[0] == -maxima[1]
-
-
-def _unpacked(values: RowCodec, parcels: Sequence[torch.Tensor], expected: list[list[int]], verb: str) -> list[Row]:
-    """The rows that arrived from all ranks, checked to be those that were `expected` of each. `verb`: for the error."""
-    arrived: list[Row] = []
+def _unpacked(
+    codec: RowCodec, parcels: Sequence[torch.Tensor], expected: list[list[int]], what: str
+) -> list[TravellingRow]:  # fmt: skip
+    """The rows that arrived from all ranks, checked to be those that were `expected` of each. what: for the error."""
+    arrived: list[TravellingRow] = []
     for rank, origins in enumerate(expected):
-        rows = values.unpack(parcels[rank])
+        rows = codec.unpack(parcels[rank])
         if (came := [row.origin for row in rows]) != origins:
-            raise ExchangeError(f"rank {rank} {verb} its rows {came}, and {origins} were to travel")
+            raise ExchangeError(f"rank {rank} sent {what} {came}, and {origins} were to travel")
         arrived += rows
     return arrived
 
 
-def _check_lens(output: Mapping[str, Any], lens: Sequence[int], verb: str) -> None:
-    if wrong := [name for name, x in output.items() if x.offsets().diff().tolist() != lens]:
-        raise ExchangeError(f"{', '.join(wrong)} do not have the {len(lens)} rows that {verb}, or not their lengths")
+def _check_lens(outputs: Mapping[str, Any], lens: Sequence[int]) -> None:
+    if wrong := [name for name, x in outputs.items() if x.offsets().diff().tolist() != lens]:
+        raise ExchangeError(f"{', '.join(wrong)} do not have the {len(lens)} rows of this rank, or not their lengths")

@@ -136,10 +136,10 @@ class Verification:
         """Checks on all ranks that rows in no pass of the plan, which are dead or have no response, have no gradient.
         Returns [] or [what is wrong]."""
         computed = {row for each in plan.passes for group in each.groups for row in group.rows}
-        with together("checking rows that are left out", 1) as agreed:
+        with together("checking rows that are left out", maxima=("has_gradient",)) as agreed:
             left_out = [row for row in range(len(rows)) if row not in computed]
-            agreed += [int(loss.has_gradient(rows, left_out, self._backend.ranks.data))]
-        return [f"rows that are left out have a gradient; set {SKIP_ZERO_ADVANTAGE}=False"] * agreed[0]
+            agreed.maximum("has_gradient", loss.has_gradient(rows, left_out, self._backend.ranks.data))
+        return [f"rows that are left out have a gradient; set {SKIP_ZERO_ADVANTAGE}=False"] * agreed["has_gradient"]
 
     def _miss(self, why: str) -> None:
         """Ends the run, or sends all batches from now on to the stock path."""
