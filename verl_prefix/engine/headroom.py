@@ -10,27 +10,29 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import ROOM_FACTOR, Memory, PassCost, may_have_all_logits, may_keep_attention, peak_bytes
-from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 
 
 class Headroom:
-    """The memory that a device has left, by which an engine decides. Without CUDA nobody knows it: all fits."""
+    """The memory that a device has left, by which an engine decides.
+
+    Attributes:
+        is_known: False without CUDA, where all fits.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._is_known = get_device_name() == "cuda"
-        # Bytes that an update may add, by those before it; None: there was none.
-        self._bytes: float | None = None if self._is_known else math.inf
-        self._allocated = 0  # bytes that the process held behind the last one
-        self._largest = self._estimate = 0.0  # what the largest and the present one add, by estimate
-        self._meter = Meter()  # of the last update, until one had waves; then it stays
+        self.is_known = get_device_name() == "cuda"
+        # Bytes that an update may add, by the updates before it; None: there was none.
+        self._room: float | None = None if self.is_known else math.inf
+        self._allocated_after_last = 0  # bytes that the process held after the last update
+        self._largest_added = self._added_now = 0.0  # what the largest and the present update add, by estimate
 
     def fits(self, costs: CostModel, passes: Sequence[PassCost]) -> bool:
         """Whether verl's own passes fit this rank, as an update, or as log-probs in an engine that has no updates. The
         chooser takes the worst of all ranks."""
-        if not self._is_known:
+        if not self.is_known:
             return True
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + cached - self._backend.gradient_bytes()
@@ -40,13 +42,13 @@ class Headroom:
     def update(self) -> Iterator[None]:
         """Context of an optimizer step with its passes. The allocator still holds what the largest update so far took,
         so the memory that is free on the device is what that update left."""
-        self._estimate = 0.0
+        self._added_now = 0.0
         yield
-        if self._estimate and self._is_known:
-            self._largest = max(self._largest, self._estimate)
-            found = torch.cuda.mem_get_info()[0] + self._largest
-            self._bytes = found if self._bytes is None else min(self._bytes, found)
-            self._allocated = torch.cuda.memory_allocated()
+        if self._added_now and self.is_known:
+            self._largest_added = max(self._largest_added, self._added_now)
+            room = torch.cuda.mem_get_info()[0] + self._largest_added
+            self._room = room if self._room is None else min(self._room, room)
+            self._allocated_after_last = torch.cuda.memory_allocated()
 
     def keeps(self, plan: Plan, costs: CostModel, option: str, one_copy: bool) -> Memory:
         """What this update keeps, the same on every rank: attention's outputs and all logits of a pass, attention's
@@ -63,21 +65,12 @@ class Headroom:
         more = replace(least, attention_kept=attention)
         choices = (replace(more, all_logits=all_logits), more, least)
         adds = [peak_bytes(shape, plan, (), memory) for memory in choices]
-        room = self._bytes or 0.0
-        if self._is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
+        room = self._room or 0.0
+        if self.is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
-            room -= max(0, now - self._allocated)
+            room -= max(0, now - self._allocated_after_last)
         fits = [ROOM_FACTOR * added <= room for added in adds[:-1]]
+        # The first choice that fits here; then the largest index of all ranks, that is, what every rank has room for.
         (chosen,) = self._backend.ranks.max_over_ranks([float([*fits, True].index(True))])
-        self._estimate = adds[int(chosen)]
+        self._added_now = adds[int(chosen)]
         return choices[int(chosen)]
-
-    def meter(self, forward_only: bool) -> Meter:
-        """The meter of a batch. It measures the peak of the waves in the first update that has any, and then no more,
-        since that resets the peak that verl logs as perf/max_memory_allocated_gb."""
-        if forward_only:
-            return Meter()
-        if not self._meter.phase_b_peak:
-            self._meter = Meter(measure_peak=self._is_known)
-            return self._meter
-        return Meter()

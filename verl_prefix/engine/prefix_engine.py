@@ -58,6 +58,7 @@ class PrefixEngine:
     trees: TreeRule
     _role: str  # as of `config.actor.role_of`
     _trace: TraceWriter | None = None
+    _update_meter: Meter  # of the last update, until one had waves; then it stays
     _routers_choose = False  # True: ignore the batch's routes, since this engine computes ref, or values
 
     def forward_backward_batch(
@@ -93,7 +94,8 @@ class PrefixEngine:
             return self._run_stock(batch, loss, forward_only, why, metrics)
         output, of_passes = self._run_shared(computed, groups, plan, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        return self._reported(output, metrics | of_passes, batch, forward_only)
+        output["metrics"] |= self._step_metrics.report(metrics | of_passes, batch, forward_only)
+        return output
 
     def _mark_dead(self, rows: BatchRows, loss: Loss, forward_only: bool) -> None:
         """Tells rows of an update which of them have no gradient, where the update leaves them out."""
@@ -138,12 +140,7 @@ class PrefixEngine:
         with together("receiving pixels"):
             data = receive_pixels(batch.data)
         output = self.backend.stock_batch(data, loss.for_stock(), forward_only)
-        return self._reported(output, metrics | {"prefix/stock_rows": batch.num_real}, batch, forward_only)
-
-    def _reported(
-        self, output: dict[str, Any], metrics: dict[str, float], batch: BatchRows, forward_only: bool
-    ) -> dict[str, Any]:
-        """The output of a batch, with what is reported after it."""
+        metrics = metrics | {"prefix/stock_rows": batch.num_real}
         output.setdefault("metrics", {}).update(self._step_metrics.report(metrics, batch, forward_only))
         return output
 
@@ -164,8 +161,12 @@ class PrefixEngine:
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """As `run_plan`, with as much kept as this device has room for."""
-        keeps, meter = None, self._headroom.meter(forward_only)
+        keeps, meter = None, Meter()
         if not forward_only:
+            # The peak of the waves is measured in the first update that has any, and then no more, since that resets
+            # the peak that verl logs as perf/max_memory_allocated_gb.
+            if not self._update_meter.phase_b_peak:
+                meter = self._update_meter = Meter(measure_peak=self._headroom.is_known)
             one_copy = is_unscaled(rows.data) and self.backend.reads_logits_once(flags_of(rows.data))
             keeps = self._headroom.keeps(plan, self._paths.costs, self.prefix_config.keep_attention, one_copy)
         with out_of_memory_advice(plan, keeps, self._role):
@@ -271,6 +272,7 @@ class PrefixEngine:
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
             )
         self._headroom = Headroom(self.backend)
+        self._update_meter = Meter()
         self._paths = Paths(self.backend, self.prefix_config, self._schedule, self._headroom, self._role)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -7,6 +7,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +21,26 @@ from verl_prefix.engine.grouping import TreeRule, row_cuts
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.models.vision import num_patches
 
-COLUMNS = 9
 PADDING = 0  # stands for the uid of verl's padding rows, which is one for all of them
 LAST_CUTS = 8  # cuts at a row's end that other ranks hear of: more than the messages that a turn adds
 
 
+class Columns(NamedTuple):
+    """What all ranks know of a row: int64 each, costs as the bits of doubles. Or the same of all rows, as tensors."""
+
+    key_low: Any  # 128 bits of the row's key
+    key_high: Any
+    prefix_cost: Any
+    suffix_cost: Any
+    pixel_cost: Any
+    has_pixels: Any  # whether the row has its group's pixels
+    length: Any
+    uid: Any  # 64 bits, or `PADDING`
+    session: Any  # 64 bits
+
+
 def describe(rows: BatchRows, shape: ModelShape) -> torch.Tensor:
-    """int64 [rows, columns] of what all ranks must know: 128 bits of the key, costs of prefix, suffix and pixels as the
-    bits of a double, whether the row has its group's pixels, its length, 64 bits of its uid and of its session."""
+    """int64 [rows, columns] of what all ranks must know: `Columns` of each row."""
     cost = functools.cache(functools.partial(row_cost, shape))
     lens = zip(rows.prompt_lens, rows.response_lens, itertools.pairwise(rows.offsets), strict=True)
     sessions = zip(rows.uids, tu.get(rows.data, "session_id", [None] * len(rows)), strict=True)
@@ -36,10 +49,11 @@ def describe(rows: BatchRows, shape: ModelShape) -> torch.Tensor:
         zip(rows.digests, lens, map(num_patches, rows.pixels), sessions, strict=True)
     ):
         counted = (0, 0, 0) if i in rows.dead else (max(prompt_len - 1, 0), response_len, patches)
-        costs = struct.pack("=3d", *cost(*counted[:2]), cost(0, 0, counted[2])[0])
-        names = [PADDING if i in rows.padding else _digest(uid), _digest(f"{uid} {session}")]
-        table.append([*struct.unpack("=5q", key + costs), patches > 0, end - start, *names])
-    return torch.tensor(table, dtype=torch.int64).view(-1, COLUMNS)
+        costs = *cost(*counted[:2]), cost(0, 0, counted[2])[0]
+        low, high, prefix, suffix, pixels = struct.unpack("=5q", key + struct.pack("=3d", *costs))
+        names = PADDING if i in rows.padding else _digest(uid), _digest(f"{uid} {session}")
+        table.append(Columns(low, high, prefix, suffix, pixels, patches > 0, end - start, *names))
+    return torch.tensor(table, dtype=torch.int64).view(-1, len(Columns._fields))
 
 
 def _digest(name: str) -> int:
@@ -76,9 +90,36 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, trees: TreeRule) -> torc
     return torch.stack([of_row, torch.where(is_last, ~names, names), bits], 1)  # ~: of logits
 
 
-def _named(owners: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """One name for each pair of an owner and a digest."""
-    return digests ^ mix(torch.from_numpy(owners)).numpy()
+def _named(owners: np.ndarray, names: np.ndarray) -> np.ndarray:
+    """One name for each pair of an owner and a name."""
+    return names ^ mix(torch.from_numpy(owners)).numpy()
+
+
+def _owners(members: Sequence[Sequence[int]], num: int) -> np.ndarray:
+    """The number of the owner of each of `num` members."""
+    owners = np.empty(num, np.int64)
+    for owner, of_owner in enumerate(members):
+        owners[of_owner] = owner
+    return owners
+
+
+def _cheapest_pieces(session_of: np.ndarray, pieces: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each piece of a session once, at its lowest cost: sessions, names and costs.
+
+    Args:
+        session_of: of each row. pieces: of all rows, as `describe_pieces` makes them.
+    """
+    row, names, bits = pieces.T.contiguous().numpy()
+    unique, first, index = np.unique(_named(session_of[row], names), return_index=True, return_inverse=True)
+    costs = np.full(len(unique), np.inf)
+    np.minimum.at(costs, index, bits.view(np.float64))
+    return session_of[row[first]], names[first], costs
+
+
+def _counts(owners: np.ndarray, names: np.ndarray) -> np.ndarray:
+    """How often an owner has each of its names."""
+    _, index, count = np.unique(_named(owners, names), return_inverse=True, return_counts=True)
+    return count[index]
 
 
 class AllRows:
@@ -90,12 +131,13 @@ class AllRows:
     """
 
     def __init__(self, tables: Sequence[torch.Tensor]) -> None:
-        key, check, *costs, has_pixels, lens, uids, sessions = torch.cat(list(tables)).T.contiguous()
-        self.keys = list(zip(key.tolist(), check.tolist(), strict=True))
-        prefixes, suffixes, self.towers = (x.view(torch.float64).numpy() for x in costs)
+        rows = Columns(*torch.cat(list(tables)).T.contiguous())
+        self.keys = list(zip(rows.key_low.tolist(), rows.key_high.tolist(), strict=True))
+        costs = (rows.prefix_cost, rows.suffix_cost, rows.pixel_cost)
+        prefixes, suffixes, self.towers = (bits.view(torch.float64).numpy() for bits in costs)
         self.prefix_costs, self.suffix_costs = (prefixes + self.towers).tolist(), suffixes.tolist()
-        self.has_pixels, self.lens = has_pixels.tolist(), lens.tolist()
-        self.uids, self.sessions = uids.tolist(), sessions.tolist()
+        self.has_pixels, self.lens = rows.has_pixels.tolist(), rows.length.tolist()
+        self.uids, self.sessions = rows.uid.tolist(), rows.session.tolist()
         self.ranks = [rank for rank, table in enumerate(tables) for _ in range(len(table))]
         self.starts = list(itertools.accumulate(map(len, tables), initial=0))
 
@@ -112,35 +154,25 @@ class AllRows:
         """Places each uid on one rank, or its sessions on several where balance needs it. All rows of a session are on
         one rank; only where sessions are fewer than ranks, a rank without any gets one row of another's.
 
-        For `place_rows` a session is one row. Its prefix is what all sessions of the uid have, its suffix is what else
-        it has, and each piece of tokens counts once. Where rows have pixels a uid's sessions stay together, since one
-        row holds those of others. They may go to any rank, since rows bring their pixels.
+        For `place_rows` a session is one row. Its prefix is the trunks, which are pieces that all sessions of the uid
+        have; its suffix is what else it has. Where rows have pixels a uid's sessions stay together, since one row holds
+        those of others. They may go to any rank, since rows bring their pixels.
 
         Args:
             pieces: of each rank's rows, as `describe_pieces` makes them.
         """
         sessions = list(rows_by_key(self.uids if any(self.has_pixels) else self.sessions).values())
-        uids = list(rows_by_key(self.uids[rows[0]] for rows in sessions).values())  # each one's sessions
-        session_of, uid_of = np.empty(len(self.keys), np.int64), np.empty(len(sessions), np.int64)
-        for names, members in ((session_of, sessions), (uid_of, uids)):
-            for number, places in enumerate(members):
-                names[places] = number
-
-        shifted = [one + torch.tensor([start, 0, 0]) for start, one in zip(self.starts, pieces, strict=False)]
-        row, digest, bits = torch.cat(shifted).T.contiguous().numpy()
-        found, first, same = np.unique(_named(session_of[row], digest), return_index=True, return_inverse=True)
-        costs = np.full(len(found), np.inf)
-        np.minimum.at(costs, same, bits.view(np.float64))
-        session, digest = session_of[row[first]], digest[first]
+        uids = list(rows_by_key(self.uids[rows[0]] for rows in sessions).values())  # the sessions of each
+        session_of, uid_of = _owners(sessions, len(self.keys)), _owners(uids, len(sessions))
+        shifted = [table + torch.tensor([start, 0, 0]) for start, table in zip(self.starts, pieces, strict=False)]
+        session, names, costs = _cheapest_pieces(session_of, torch.cat(shifted))
         of_uid = uid_of[session]
-        _, same, count = np.unique(_named(of_uid, digest), return_inverse=True, return_counts=True)
-        num_sessions = np.array([len(one) for one in uids])[of_uid]
-        is_trunk = count[same] == num_sessions
+        num_sessions = np.array([len(of_one) for of_one in uids])[of_uid]
+        is_trunk = _counts(of_uid, names) == num_sessions
         trunks = np.bincount(of_uid, np.where(is_trunk, costs / num_sessions, 0.0), len(uids))
         towers = np.zeros(len(uids))
         np.maximum.at(towers, uid_of[session_of], self.towers)  # of the row that shows most
         own = np.bincount(session, np.where(is_trunk, 0.0, costs), len(sessions))
-
         ranks = [self.ranks[rows[0]] for rows in sessions]
         placement = place_rows(uid_of.tolist(), (trunks + towers)[uid_of].tolist(), own.tolist(), ranks, num_ranks)
         of_row = {row: home for home, rows in zip(placement.ranks, sessions, strict=True) for row in rows}

@@ -67,10 +67,10 @@ class StepMetrics:
         self._uids: list[Set[Hashable]] = [frozenset()]  # of its mini-batches, the last of which is under way
 
     def see(self, exchange: Exchange, trees: TreeRule, forward_only: bool) -> dict[str, float]:
-        """Sees the rows of a mini-batch, before it is known whether they share; metrics of them.
+        """Sees the rows of a mini-batch, before it is known whether they share; returns metrics of them.
 
-        Prompts of an update are kept, to count those whose rows lie in several mini-batches of an epoch. Of the first
-        batch all ranks count what each value of `prefix.trees` would compute.
+        It keeps the prompts of an update, to count those whose rows lie in several mini-batches of an epoch. Of the
+        first batch all ranks count what each value of `prefix.trees` would compute.
 
         Args:
             trees: what rows share, as it was before this batch.
@@ -94,34 +94,43 @@ class StepMetrics:
         counts = (Counter(itertools.chain(*epoch)) for epoch in epochs)
         return {prompt for count in counts for prompt, times in count.items() if times > 1}
 
-    def report(self, metrics: Mapping[str, float], rows: BatchRows, forward_only: bool) -> dict[str, list[float]]:
+    def report(self, metrics: Mapping[str, float], batch: BatchRows, forward_only: bool) -> dict[str, list[float]]:
         """What a rank reports after a batch whose own metrics are `metrics`.
 
         Log-probs are a step of their own; since verl's v1 trainer drops their metrics, the next update says how many of
         their rows did not share.
 
         Args:
-            rows: the batch as verl handed it over, which says with `update_lr_scheduler` (TrainingWorker.
-                train_mini_batch) whether a step ends; a caller who does not say ends one with every batch.
+            batch: as verl handed it over. It says with `update_lr_scheduler` (TrainingWorker.train_mini_batch) whether
+                a step ends; a caller who does not say ends one with every batch.
         """
-        step, num_torn = {} if forward_only else self._step, 0
-        totals = {name: float(value) for name, value in metrics.items() if name in _SUMS or name in MOST}
-        lens = [end - start for start, end in itertools.pairwise(rows.offsets)]
-        tokens = sum(n - 1 for row, n in enumerate(lens) if row not in rows.padding)
-        for name, value in (totals | {_TOKENS: tokens}).items():
-            step[name] = step.get(name, 0.0) + value
-        reported = {name: value for name, value in metrics.items() if name not in totals}
+        counted = {name: float(value) for name, value in metrics.items() if name in _SUMS or name in MOST}
+        reported = {name: value for name, value in metrics.items() if name not in counted}
+        lens = [end - start for start, end in itertools.pairwise(batch.offsets)]
+        counted[_TOKENS] = sum(n - 1 for row, n in enumerate(lens) if row not in batch.padding)
         if forward_only:
             self._log_prob_stock_rows += metrics["prefix/stock_rows"]
-        elif not rows.flag("update_lr_scheduler", True):
-            self._uids.append(frozenset())
-            return {name: [float(value)] for name, value in reported.items()}
+            reported |= self._over_ranks(counted, 0, forward_only)
         else:
-            step["prefix/log_prob_stock_rows"] = self._log_prob_stock_rows
-            num_torn = len(self._torn())
-            step["prefix/split_groups"] = step.get("prefix/split_groups", 0.0) + num_torn
-            self._log_prob_stock_rows = 0.0
-            self._start_step()
+            for name, value in counted.items():
+                self._step[name] = self._step.get(name, 0.0) + value
+            if batch.flag("update_lr_scheduler", True):
+                reported |= self._over_ranks(*self._close_step(), forward_only)
+            else:
+                self._uids.append(frozenset())
+        return {name: [float(value)] for name, value in reported.items()}
+
+    def _close_step(self) -> tuple[dict[str, float], int]:
+        """What this rank counted in the step, which is over, and how many prompts it tore; starts the next one."""
+        step, num_torn = self._step, len(self._torn())
+        step["prefix/log_prob_stock_rows"] = self._log_prob_stock_rows
+        step["prefix/split_groups"] = step.get("prefix/split_groups", 0.0) + num_torn
+        self._log_prob_stock_rows = 0.0
+        self._start_step()
+        return step, num_torn
+
+    def _over_ranks(self, step: Mapping[str, float], num_torn: int, forward_only: bool) -> dict[str, float]:
+        """What a step's counts are over all ranks, which also says what torn prompts and other trees would change."""
         # Of all names, so that ranks never send different numbers of values.
         sums = self._ranks.sum_over_ranks([step.get(name, 0.0) for name in _SUMS])
         total = {name: value / self._ranks.copies for name, value in zip(_SUMS, sums, strict=True)}
@@ -129,9 +138,8 @@ class StepMetrics:
         self._warn_of_torn_groups(total, int(torn_anywhere), forward_only)
         self._warn_of_trees(*(total[name] for name in TREE_TOKENS.values()))
         total |= zip(MOST, most, strict=True)
-        reported |= {name: total[name] for name in (*COUNTS, *MOST) if name in step}
-        reported["prefix/reuse_fraction"] = total["prefix/tokens_saved"] / max(total[_TOKENS], 1)
-        return {name: [float(value)] for name, value in reported.items()}
+        of_step = {name: total[name] for name in (*COUNTS, *MOST) if name in step}
+        return of_step | {"prefix/reuse_fraction": total["prefix/tokens_saved"] / max(total[_TOKENS], 1)}
 
     def _warn_of_torn_groups(self, total: Mapping[str, float], num_torn: int, forward_only: bool) -> None:
         """Says once, after the first step that shares, which prompts the trainer put into several mini-batches.
