@@ -110,7 +110,8 @@ class MegatronBackend:
 
     @functools.cached_property
     def replay(self) -> Replay | None:
-        """Routes of a rollout are of all layers, those that verl records of layers with experts alone."""
+        """Whether and how routers are replayed. Routes of a rollout are of all layers; those that verl records are of
+        layers with experts alone."""
         mode, config = self._engine.engine_config.router_replay.mode, unwrapped(self._module).config
         layers = config.num_layers if mode == "R3" else len(layers_with_experts(config))
         return None if mode == "disabled" else Replay(mode, layers, config.moe_router_topk)
@@ -140,7 +141,7 @@ class MegatronBackend:
         )
 
     def _backward(self, loss: torch.Tensor) -> None:
-        """Of one stage alone: mcore's own schedule runs the backwards of a pipeline, and scales likewise."""
+        """Runs a backward without a pipeline, whose backwards mcore's own schedule runs and scales likewise."""
         scale = unwrapped(self._module).config.grad_scale_func
         (loss if scale is None else scale(loss)).backward()
 
@@ -162,7 +163,7 @@ class MegatronBackend:
         self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, is_one: bool,
         processor: Callable[..., Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """By verl's vocabulary-parallel functions, which every rank of a tensor-parallel set calls."""
+        """Calls verl's vocabulary-parallel functions, as does every rank of a tensor-parallel set."""
         labels = tokens["input_ids"].values()
         # verl's losses would pad the teacher's rows and cut them for context parallelism; here they are those of this
         # rank's tokens. mcore hands on logits in fp32 (Float16Module.forward). verl's function writes over them and the
@@ -220,7 +221,7 @@ class MegatronBackend:
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """Also keeps what routers have counted, and their biases, which mcore moves whenever gradients are reduced.
-        Inside there are no losses that balance experts: they follow how rows fall into passes."""
+        Inside there are no losses that balance experts, since these follow how rows fall into passes."""
         if self.has_no_updates:
             yield
             return
@@ -229,6 +230,7 @@ class MegatronBackend:
         # Where an update begins there are no gradients, and nothing is copied.
         kept = [(x, x.cpu()) for x in (*(buffer.grad_data for buffer in buffers), *counts) if x.any()]
         self._clear()
+        # Undone in reverse: options back, gradients cleared, counts zeroed, kept values restored.
         with ExitStack() as stack:
             stack.callback(lambda: [x.copy_(values) for x, values in kept])
             stack.callback(lambda: [count.zero_() for count in counts])

@@ -1,6 +1,6 @@
 """Runs a plan on the stages of a Megatron pipeline.
 
-    packed   every pass is a micro-batch of mcore's own 1F1B
+    packed   micro-batches of the first round's 1F1B, mcore's own, before its waves
     phased   in rounds (`Plan.rounds`): phases A, from stage to stage; one 1F1B, whose micro-batches are their waves;
              phases C, back
 
@@ -32,7 +32,7 @@ from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
 
 
 class _Begun(NamedTuple):
-    """A phased pass between its phases A and C: what it read of the stage before, and its output here."""
+    """A phased pass between its phases A and C: what it `read` of the stage before, and its output here."""
 
     planned: PhasedPass
     layout: Layout
@@ -56,30 +56,32 @@ class PipelineSchedule(MegatronSchedule):
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
         assert plan.depth < 2, "stages run phases A apart, and would leave out what is nested in them"
         device, stages = tokens.input_ids.device, Neighbours(unwrapped(self.module))
-        passes = [_MicroBatch(build_layout(one.groups, tokens.offsets), (), ("packed", "")) for one in plan.packed]
+        packed = [_MicroBatch(build_layout(each.groups, tokens.offsets), (), ("packed", "")) for each in plan.packed]
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
         if self.backward is None:  # then nothing of a prefix is wanted after its waves
-            rounds = [[], *([one] for one in plan.phased)]
+            rounds = [[], *([phased] for phased in plan.phased)]
         with self.forward.model.grouped_attention():
             for phased in rounds:
+                micro_batches, packed = packed, []  # the first round has all packed passes
                 with ExitStack() as caches:
-                    begun = [self._begin(tokens, one, stages, caches) for one in phased]
-                    passes += [
-                        _MicroBatch(layout, (one.cache,), ("phase_b", part))
-                        for one in begun
-                        for layout, part in wave_layouts(tokens, one.planned, one.layout)
+                    begun = [self._begin(tokens, planned, stages, caches) for planned in phased]
+                    micro_batches += [
+                        _MicroBatch(layout, (phase_a.cache,), ("phase_b", part))
+                        for phase_a in begun
+                        for layout, part in wave_layouts(tokens, phase_a.planned, phase_a.layout)
                     ]
-                    groups = [group for one in passes for group in one.layout.groups]
+                    groups = [group for micro_batch in micro_batches for group in micro_batch.layout.groups]
                     with ExitStack() as measured:
                         if begun:
                             measured.enter_context(self.meter.waves(device))
                         measured.enter_context(self.meter.phase("phase_b" if begun else "packed", groups, device))
-                        self._run(tokens, passes)
-                    passes = []
+                        self._run_1f1b(tokens, micro_batches)
+                    micro_batches.clear()  # and with them the caches that they read
                     while begun:
                         self._phase_c(begun.pop(), stages, device)
 
     def _begin(self, tokens: TokenBatch, planned: PhasedPass, stages: Neighbours, caches: ExitStack) -> _Begun:
+        """Runs a phase A, between the stages before and after. `caches`: which closes its cache."""
         cache = caches.enter_context(self.prefix_cache(tokens.input_ids.device))
         read = stages.receive_hidden()
         stages.take(read)
@@ -87,35 +89,37 @@ class PipelineSchedule(MegatronSchedule):
         stages.send_hidden(output)
         return _Begun(planned, layout, cache, read, output)
 
-    def _run(self, tokens: TokenBatch, passes: Sequence[_MicroBatch]) -> None:
-        """All packed passes and waves."""
+    def _run_1f1b(self, tokens: TokenBatch, micro_batches: Sequence[_MicroBatch]) -> None:
+        """Runs forwards and backwards of packed passes and waves in mcore's order."""
         assert self.step is not None
-        step, left = self.step, iter(passes)
-
-        def forward() -> tuple[torch.Tensor, Any]:
-            layout, caches, (phase, part) = next(left)
-            one = annotate_errors(phase, layout.groups, part)
-            with one:
-                done = self.forward.packed_or_wave(tokens, layout, caches)
-            backwards.follow(done.outputs, one)
-
-            def loss(outputs: torch.Tensor) -> torch.Tensor:
-                if not layout.groups:
-                    return outputs.sum() * 0.0
-                with one:
-                    return step(*done._replace(outputs=outputs))
-
-            return done.outputs, loss
-
+        step, left = self.step, iter(micro_batches)
         with annotate_backwards() as backwards:
-            run_1f1b(self.module, forward, len(passes), forward_only=self.backward is None)
 
-    def _phase_c(self, one: _Begun, stages: Neighbours, device: torch.device) -> None:
-        """Receives a gradient also where this stage trains no layer: the next one sends it."""
+            def forward() -> tuple[torch.Tensor, Any]:
+                """The next micro-batch's output here, and what makes a loss of the last stage's output."""
+                layout, caches, (phase, part) = next(left)
+                annotated = annotate_errors(phase, layout.groups, part)
+                with annotated:
+                    done = self.forward.packed_or_wave(tokens, layout, caches)
+                backwards.follow(done.outputs, annotated)
+
+                def loss(outputs: torch.Tensor) -> torch.Tensor:
+                    if not layout.groups:
+                        return outputs.sum() * 0.0
+                    with annotated:
+                        return step(*done._replace(outputs=outputs))
+
+                return done.outputs, loss
+
+            run_1f1b(self.module, forward, len(micro_batches), forward_only=self.backward is None)
+
+    def _phase_c(self, begun: _Begun, stages: Neighbours, device: torch.device) -> None:
+        """Runs the backward of a phase A. It receives a gradient also where this stage trains no layer, since the next
+        stage sends it."""
         if self.backward is None:
             return
-        grad = stages.receive_gradient(one.output)
-        if one.output.requires_grad:
-            with self.meter.phase("phase_c", one.planned.groups, device):
-                one.cache.backward(one.output, grad)
-        stages.send_gradient(one.read)
+        grad = stages.receive_gradient(begun.output)
+        if begun.output.requires_grad:
+            with self.meter.phase("phase_c", begun.planned.groups, device):
+                begun.cache.backward(begun.output, grad)
+        stages.send_gradient(begun.read)

@@ -1,4 +1,4 @@
-"""verl's own path of a Hugging Face model: verl's engine on rows as they come, set so that it computes them right."""
+"""The stock path of a Hugging Face model: verl's engine on rows as they come, set so that it computes them right."""
 
 import logging
 from collections.abc import Iterator
@@ -66,11 +66,11 @@ def replaying(engine: Any, replay: Replay) -> Iterator[None]:
         return bool(tu.get_non_tensor_data(micro_batch, "use_remove_padding", True))
 
     def prepare_model_inputs(micro_batch: TensorDict) -> Any:
-        found, args = inputs(micro_batch)
+        model_inputs, args = inputs(micro_batch)
         ids, routes, running.routes = micro_batch["input_ids"], micro_batch.get(ROUTES, None), None
         if routes is None:
             if not records(micro_batch):  # ref's
-                return found, args
+                return model_inputs, args
             none = torch.zeros(len(ids.values()), replay.layers, replay.chosen, dtype=torch.int16)
             routes = torch.nested.nested_tensor_from_jagged(none.to(ids.device), ids.offsets())
         rows = list(routes.unbind())
@@ -79,10 +79,10 @@ def replaying(engine: Any, replay: Replay) -> Iterator[None]:
             running.routes = slice_input_tensor(flat, 0, padding=False) if engine.use_ulysses_sp else flat
         else:
             running.routes = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
-        return found, args
+        return model_inputs, args
 
     def prepare_model_outputs(output: Any, output_args: Any, micro_batch: TensorDict, **more: Any) -> Any:
-        found = outputs(output, output_args, micro_batch, **more)
+        model_output = outputs(output, output_args, micro_batch, **more)
         if records(micro_batch):
             ids, routes = micro_batch["input_ids"], running.routes
             if is_packed(micro_batch):  # by bytes, since collectives know no int16
@@ -91,8 +91,8 @@ def replaying(engine: Any, replay: Replay) -> Iterator[None]:
             else:
                 lens = ids.offsets().diff().tolist()
                 routes = torch.cat([row[:n] for row, n in zip(routes.chunk(len(lens)), lens, strict=True)])
-            found[ROUTES] = torch.nested.nested_tensor_from_jagged(routes, ids.offsets())
-        return found
+            model_output[ROUTES] = torch.nested.nested_tensor_from_jagged(routes, ids.offsets())
+        return model_output
 
     with (
         replayed_routers(engine.module, running), replaced(engine, "prepare_model_inputs", prepare_model_inputs),
@@ -102,7 +102,7 @@ def replaying(engine: Any, replay: Replay) -> Iterator[None]:
 
 
 class HFStockPath:
-    """verl's own path of one engine.
+    """The stock path of one engine.
 
     Args:
         engine: a `PrefixEngine` over verl's engine, which has its model. ranks: its ranks.
@@ -155,8 +155,9 @@ class HFStockPath:
         it by `sp_size`, so that it is divided by it here.
         """
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
-            together = data["input_ids"].offsets().diff().split(tu.get_non_tensor_data(data, "force_group_size", 1))
-            (longest,) = self._ranks.max_over_ranks([max(int(lens.sum()) for lens in together)])
+            group_size = tu.get_non_tensor_data(data, "force_group_size", 1)
+            kept_together = data["input_ids"].offsets().diff().split(group_size)
+            (longest,) = self._ranks.max_over_ranks([max(int(lens.sum()) for lens in kept_together)])
             budget = max(int(data["max_token_len_per_gpu"]), int(longest))
             tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self._ranks.slices))
         text = "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism"
@@ -165,7 +166,7 @@ class HFStockPath:
             yield
 
     def _separate_rows(self, data: TensorDict) -> None:
-        """Makes verl's own path keep rows apart, by one row in a micro-batch.
+        """Makes the stock path keep rows apart, by one row in a micro-batch.
 
         Rows are padded instead where a loss needs its rows together, and where ranks have different numbers of rows:
         only verl can then even out their micro-batches. No token of a row sees padding.

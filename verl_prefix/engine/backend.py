@@ -69,7 +69,8 @@ class StockFacts(NamedTuple):
 
     Attributes:
         dense_mask: rows of one micro-batch read a T x T mask, as by sdpa.
-        never_packs: a micro-batch has one row, since packed rows would leak state.
+        never_packs: rows are not packed, since they would leak state: one row a micro-batch, or padded rows where ranks
+            have different numbers of rows.
         why_not_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
             computes whole rows; None: it is right.
         equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows.
