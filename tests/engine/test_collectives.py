@@ -31,6 +31,7 @@ ELSEWHERE = {
     "MegatronBackend.gradients": "backends/test_megatron.py",
     "PrefixEngine._run_stock": "engine/test_exchange.py",  # under gate_shut
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
+    "Verification._gradients_of_dead_rows": "engine/test_zero_advantage.py",
 }
 OPTIONS = {
     "ulysses": 2, "attn_implementation": "varlen_on_cpu", "exchange": "auto", "schedule": "auto", "min_speedup": 1e-6,
@@ -47,7 +48,7 @@ SHARED = SharedModels(_engine)  # on ranks
 
 
 def functions() -> set[str]:
-    """Functions of the engine room and of backends that call a collective: torch's, `together`, or `Ranks`'."""
+    """Functions of verl_prefix.engine and of backends that call a collective: torch's, `together`, or `Ranks`'."""
     found = set()
 
     def look(node: ast.AST, within: str) -> None:

@@ -47,16 +47,15 @@ class Agreement:
         largest, minus_smallest = self._digests[name]
         return largest == -minus_smallest
 
-    def reduce(self, failed: int) -> int:
-        """Makes everything told, and `failed`, the maximum over ranks; returns that of `failed`."""
-        told = [failed, *self._maxima.values(), *(x for pair in self._digests.values() for x in pair)]
-        reduced = torch.tensor(told, dtype=torch.float64, device=get_device_name())
-        dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-        maxima = map(int, reduced.tolist())
-        failed = next(maxima)
-        self._maxima = {name: next(maxima) for name in self._maxima}
-        self._digests = {name: (next(maxima), next(maxima)) for name in self._digests}
-        return failed
+    def told(self) -> list[int]:
+        """All integers of this rank, equally many on every rank."""
+        return [*self._maxima.values(), *(x for pair in self._digests.values() for x in pair)]
+
+    def settle(self, maxima: Sequence[int]) -> None:
+        """Takes the maxima over ranks of what was `told`."""
+        integers = iter(maxima)
+        self._maxima = {name: next(integers) for name in self._maxima}
+        self._digests = {name: (next(integers), next(integers)) for name in self._digests}
 
 
 @contextmanager
@@ -77,8 +76,12 @@ def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -
         yield agreed
     except Exception as failure:  # whatever it is, the others wait to hear of it; raised again below
         error = failure
-    failed = agreed.reduce(0 if error is None else dist.get_rank() + 1)
+    failed = 0 if error is None else dist.get_rank() + 1
+    reduced = torch.tensor([failed, *agreed.told()], dtype=torch.float64, device=get_device_name())
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    failed, *maxima_of_all = map(int, reduced.tolist())
     if error is not None:
         raise error
     if failed:
         raise ExchangeError(f"prefix: rank {failed - 1} failed while {doing}; its own error says why")
+    agreed.settle(maxima_of_all)
