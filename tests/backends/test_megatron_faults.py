@@ -1,7 +1,7 @@
 """What fails inside a pass of PrefixMegatronEngine ends with its cause and leaves nothing behind, on any stage of a
 pipeline, too; ranks of tensor and expert parallelism make their collectives in one order.
 
-gloo ranks, fp32, with the stand-ins of `megatron_cpu`. tests/engine/test_faults.py has what the engine room says of a
+gloo ranks, fp32, with the stand-ins of `megatron_cpu`. tests/engine/test_faults.py has what our engine says of a
 failure, whatever the engine. A failure is an error that a hook raises.
 """
 

@@ -441,7 +441,7 @@ def errors_of(
 
 def run_batches(cases: st.SearchStrategy[Case], errors: Callable[[Case], list[Found]]) -> None:
     """`errors`, what `errors_of` finds on each rank, of a third of BATCHES cases, since other engines than
-    FSDP2's, which test_fuzz.py draws, have its engine room: none is over TOLERANCE, and some case shares."""
+    FSDP2's, which test_fuzz.py draws, have its `verl_prefix.engine`: none is over TOLERANCE, and some case shares."""
     shared = []
 
     @settings(max_examples=max(3, -(-BATCHES // 3)), suppress_health_check=[*HealthCheck])

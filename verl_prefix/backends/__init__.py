@@ -4,7 +4,7 @@ Reading order:
 
     hugging_face        what the backends of FSDP2 and VeOmni have in common
     fsdp                verl's FSDP2 engine, `model_engine=prefix`
-    stock_path          what verl's own path of a Hugging Face model needs to be right
+    stock_path          what the stock path of a Hugging Face model needs to be right
     veomni              verl's VeOmni engine, `model_engine=prefix_veomni`, where VeOmni is installed
     megatron            verl's Megatron engine, `model_engine=prefix_megatron`, where megatron-core is installed
     megatron_schedule   how Megatron runs a plan's passes

@@ -68,7 +68,7 @@ class HFBackend(ABC):
 
     @abstractmethod
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of a backward, the last of an update or not, in which gradients are reduced as in verl's own path."""
+        """Context of a backward, the last of an update or not, in which gradients are reduced as on the stock path."""
 
     def check_model(self) -> None:
         check_dropout(self._engine.module)
@@ -137,7 +137,7 @@ class HFBackend(ABC):
         self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, is_one: bool,
         processor: Callable[..., Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """By verl's prepare_model_outputs, as of one row."""
+        """Calls verl's prepare_model_outputs, as for one row."""
         labels = tokens["input_ids"].values()
         output_args = {
             "temperature_is_one": is_one, "temperature_rmpad": temperature, "input_ids_rmpad_rolled": labels,

@@ -60,7 +60,7 @@ class MegatronBackend:
 
     Ranks of a tensor-parallel set and of a pipeline have the same rows and run the same plan; each has its heads, its
     part of every matrix and of the vocabulary, or its layers. The last stage alone has outputs and losses. Ranks of
-    context parallelism have the same rows as well, and cut packed rows by `core.sequence_parallel`; verl's own path,
+    context parallelism have the same rows as well, and cut packed rows by `core.sequence_parallel`; the stock path,
     with which the self-check compares, cuts each row in zigzag there. Expert parallelism spans ranks that have
     different rows, as with VeOmni, and ranks of context parallelism.
     """

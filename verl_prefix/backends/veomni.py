@@ -34,7 +34,7 @@ class VeOmniBackend(HFBackend):
 
     Expert parallelism spans ranks that have different rows: the experts of a layer lie on `expert_parallel_size` ranks,
     and every forward and backward of it sends each token to its experts' ranks and back
-    (veomni/distributed/moe/moe_layer.py). The engine room keeps all ranks in step, pass by pass.
+    (veomni/distributed/moe/moe_layer.py). All ranks run the same passes, one by one.
     """
 
     @functools.cached_property

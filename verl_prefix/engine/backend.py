@@ -1,7 +1,7 @@
-"""What the engine room asks of a backend, the part that only one engine of verl knows.
+"""What `verl_prefix.engine` asks of a backend, the part that only one engine of verl knows.
 
-An engine is a class with `PrefixEngine` before verl's own; its constructor sets `prefix_config`, lets verl's engine
-build, and ends with `set_backend`. Of verl's engine the engine room uses `train_batch`, `forward_backward_batch` (by
+An engine is a class with `PrefixEngine` left of verl's own; its constructor sets `prefix_config`, lets verl's engine
+build, and ends with `set_backend`. Of verl's engine `PrefixEngine` uses `train_batch`, `forward_backward_batch` (by
 `run_verls_own`, which `stock_batch` calls), `initialize`, `load_checkpoint` and `model_config`; of its config
 `ppo_epochs`. A schedule has what `core.schedule.Schedule` has: `run`, a `meter`, and `forward.keep_attention`.
 """
@@ -65,7 +65,7 @@ def _reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]
 
 
 class StockFacts(NamedTuple):
-    """What verl's own path does with this model.
+    """What the stock path does with this model.
 
     Attributes:
         dense_mask: rows of one micro-batch read a T x T mask, as by sdpa.
@@ -116,24 +116,24 @@ class Backend(Protocol):
 
     @property
     def config(self) -> Any:
-        """The model's, of Hugging Face."""
+        """The model's config, of Hugging Face."""
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model, not of this rank's part."""
+        """The shape of the whole model, not of this rank's part."""
 
     @property
     def replay(self) -> Replay | None:
-        """Whether and how passes and verl's own path replay routers; None: they do not. Passes then do what
+        """Whether and how passes and the stock path replay routers; None: they do not. Passes then do what
         `AttentionPass.routes` says."""
 
     @property
     def stock_facts(self) -> StockFacts:
-        """What verl's own path does with the model."""
+        """What the stock path does with the model."""
 
     @property
     def counts_last_tokens(self) -> bool:
-        """Whether updates on verl's own path take something from each row's last token, though nobody reads its
+        """Whether updates on the stock path take something from each row's last token, though nobody reads its
         output: routers that count it for their biases or auxiliary losses."""
 
     def check_model(self) -> None:
@@ -190,7 +190,7 @@ class Backend(Protocol):
         """Logits [1, this rank's part of the vocabulary] of a made-up token."""
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        """Computes a batch on verl's own path, set so that it computes this model right; verl's output."""
+        """Computes a batch on the stock path; returns verl's output."""
 
     def gradients(self) -> Gradients:
         """The parts of this rank's model whose gradients the self-check compares: on every rank equally many, by the

@@ -1,6 +1,6 @@
 """PrefixEngine: verl's engine with a `forward_backward_batch` that shares prefixes.
 
-verl hands the engine a rank's whole mini-batch. verl's own path cuts it into micro-batches of rows. Ours groups the
+verl hands the engine a rank's whole mini-batch. The stock path cuts it into micro-batches of rows. Ours groups the
 rows, plans passes over groups (`core.waves`), runs them (`core.schedule`) and computes log-probs, entropy and loss of
 each pass with verl's own functions, on suffix tokens only. What differs from engine to engine of verl is its backend's.
 """
@@ -64,7 +64,7 @@ class PrefixEngine:
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """A rank's mini-batch: same contract as verl's method, rows in the order they came."""
+        """Computes a rank's mini-batch: same contract as verl's method, rows in the order they came."""
         with together("reading routes") if self.backend.replay else nullcontext():
             data = self._with_routes(data, forward_only)
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
@@ -103,8 +103,8 @@ class PrefixEngine:
             rows.dead = loss.dead(rows)
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
-        """The batch with the routes that it replays, or with the flag `RECORDS` where it leaves them; without any where
-        this engine computes ref, or values.
+        """Returns the batch with the routes that it replays, or with the flag `RECORDS` where it leaves them; without
+        any where this engine computes ref, or values.
 
         Raises:
             ValueError: the batch has routes that nobody replays, or has none, or those of another model.
@@ -121,8 +121,8 @@ class PrefixEngine:
             raise ValueError(NO_ROUTES[replay.mode])
         data = data.exclude(ROUTES) if records else data
         shape = (replay.layers, replay.chosen)
-        if not records and (found := data[ROUTES].values().shape[1:]) != shape:
-            raise ValueError(f"{ROUTES} has {[*found]} layers and experts of a token, and the model {[*shape]}")
+        if not records and (given := data[ROUTES].values().shape[1:]) != shape:
+            raise ValueError(f"{ROUTES} has {[*given]} layers and experts of a token, and the model {[*shape]}")
         tu.assign_non_tensor(data, **{RECORDS: records})
         return data
 
@@ -135,7 +135,7 @@ class PrefixEngine:
     def _run_stock(
         self, batch: BatchRows, loss: Loss, forward_only: bool, why: WhyStock, metrics: dict[str, float]
     ) -> dict[str, Any]:
-        """Computes a batch on verl's own path. metrics: of the batch so far."""
+        """Computes a batch on the stock path. metrics: of the batch so far."""
         warn_once(logger, "prefix: stock path, %s", why.reason)
         with together("receiving pixels"):
             data = receive_pixels(batch.data)
@@ -145,7 +145,7 @@ class PrefixEngine:
         return output
 
     def _prepared(self, rows: BatchRows) -> BatchRows:
-        """A copy with what verl's forward_backward_batch adds for the loss."""
+        """Returns the rows with what verl's forward_backward_batch adds to a batch for the loss."""
         data, ranks = rows.data.copy(), self.backend.ranks
         batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
         torch.distributed.all_reduce(batch_num_tokens, group=ranks.data)
@@ -160,7 +160,7 @@ class PrefixEngine:
     def _run_shared(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """As `run_plan`, with as much kept as this device has room for."""
+        """Runs a plan as `run_plan`, with as much kept as this device has room for."""
         keeps, meter = None, Meter()
         if not forward_only:
             # The peak of the waves is measured in the first update that has any, and then no more, since that resets
@@ -217,8 +217,8 @@ class PrefixEngine:
         metrics["prefix/nonfinite_passes"] = num_not_finite
         if self.prefix_config.skip_zero_advantage and not forward_only:
             dead = rows.dead - rows.padding
-            left = (row for group in plan.idle_groups for row in group.rows)
-            metrics["prefix/zero_advantage_rows"] = sum(row in dead and rows.response_lens[row] > 0 for row in left)
+            idle = (row for group in plan.idle_groups for row in group.rows)
+            metrics["prefix/zero_advantage_rows"] = sum(row in dead and rows.response_lens[row] > 0 for row in idle)
         # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are
         # not comparable.
         if not loss.is_unknown:

@@ -21,13 +21,13 @@ RECORDS = "records_routes"  # our flag of a batch whose log-probs leave that fie
 
 
 def select_rows(data: TensorDict, rows: Sequence[int]) -> TensorDict:
-    """What verl.utils.tensordict_utils.index_select_tensor_dict gives, without a tensor for every row that the batch
-    has, in every field: a pass of few rows would take as long as the whole batch."""
+    """Returns what verl.utils.tensordict_utils.index_select_tensor_dict gives. That makes a tensor of every row of the
+    batch in every field, so that a pass of few rows would take as long as the whole batch."""
     fields: dict[str, Any] = dict(data.items())
     ragged = {name for name, x in fields.items() if getattr(x, "is_nested", False) and x.lengths() is None}
     others = dict(tu.index_select_tensor_dict(data.exclude(*ragged), list(rows)).items())
-    found = {name: _ragged_rows(x, rows) if name in ragged else others[name] for name, x in fields.items()}
-    return TensorDict(found, batch_size=len(rows))
+    selected = {name: _ragged_rows(x, rows) if name in ragged else others[name] for name, x in fields.items()}
+    return TensorDict(selected, batch_size=len(rows))
 
 
 def _ragged_rows(nested: Any, rows: Sequence[int]) -> torch.Tensor:
@@ -79,8 +79,8 @@ class BatchRows:
 
     @functools.cached_property
     def _lens(self) -> tuple[list[int], list[int]]:
-        """Counted as verl does (verl/workers/utils/padding.py). Both are jagged (v1 trainer), or prompts are padded
-        left and responses right (left_right_2_no_padding of the legacy one)."""
+        """Lengths of prompts and responses, counted as verl does (verl/workers/utils/padding.py). Both are jagged (v1
+        trainer), or prompts are padded left and responses right (left_right_2_no_padding of the legacy one)."""
         prompts, responses = self.data["prompts"], self.data["responses"]
         if prompts.is_nested:
             return prompts.offsets().diff().tolist(), responses.offsets().diff().tolist()
@@ -197,7 +197,7 @@ class BatchRows:
     def check_positions_and_pixels(self, config: Any, from_zeros: bool) -> None:
         """Checks that position ids number the tokens of each row 0, 1, 2, ..., and that pixels are those of prompts.
 
-        Where they do not, ours would silently differ from verl's own path, which reads the bounds of packed rows from
+        Where they do not, ours would silently differ from the stock path, which reads the bounds of packed rows from
         position ids, or numbers tokens itself. Of four axes the first decides, that of text; the others jump at images.
 
         Args:
