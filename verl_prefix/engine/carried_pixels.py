@@ -16,8 +16,8 @@ PARTITION = "train"
 
 
 def receive_pixels(data: TensorDict) -> TensorDict:
-    """The batch with every row's pixels. No dict of `data` changes, since an update of several epochs asks for its rows
-    again."""
+    """Returns the batch with every row's pixels. No dict of `data` changes, since an update of several epochs asks for
+    its rows again."""
     rows: list[Row] = tu.get(data, PIXELS, [])
     if not any(row and (CARRIES in row or CARRIED_BY in row) for row in rows):
         return data
@@ -27,7 +27,7 @@ def receive_pixels(data: TensorDict) -> TensorDict:
 
 
 def received(rows: Sequence[Row]) -> list[Row]:
-    """Rows with their pixels, shared with the row that carried them.
+    """Returns rows with their pixels, shared with the row that carried them.
 
     A carrier on another rank or in another mini-batch is fetched from TransferQueue.
 
@@ -41,14 +41,14 @@ def received(rows: Sequence[Row]) -> list[Row]:
     wanted = {row[CARRIED_BY] for row in rows if row and CARRIED_BY in row}
     if missing := sorted(wanted - set(carried)):
         carried |= zip(missing, _fetch(missing), strict=True)
-    found: list[Row] = []
+    with_pixels: list[Row] = []
     for row in rows:
         if row:
             carrier = carried[row[CARRIED_BY]] if CARRIED_BY in row else {}
             row = {name: x for name, x in row.items() if name not in (CARRIES, CARRIED_BY)}
             row |= {name: carrier[name] for name in PIXEL_NAMES if name in carrier}
-        found.append(row)
-    return found
+        with_pixels.append(row)
+    return with_pixels
 
 
 def _fetch(keys: list[str]) -> list[dict[str, Any]]:

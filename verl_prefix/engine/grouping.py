@@ -60,36 +60,38 @@ def group_rows(rows: BatchRows, trees: TreeRule, are_cut: bool) -> list[Group]:
 def row_cuts(rows: BatchRows, trees: TreeRule) -> list[list[int]]:
     """Where each row is cut, by the ends of its messages: see `core.trees.cuts_at`."""
     prompts = rows.prompts
-    found = zip(message_ends(prompts, trees.ends), rows.prompt_lens, shown_lens(prompts, trees.config), strict=True)
-    return [cuts_at(ends, n, shown) for ends, n, shown in found]
+    ends, shown = message_ends(prompts, trees.ends), shown_lens(prompts, trees.config)
+    return [cuts_at(*of_row) for of_row in zip(ends, rows.prompt_lens, shown, strict=True)]
 
 
 def tokens_by_trees(rows: BatchRows, trees: TreeRule, groups: Sequence[Group]) -> dict[str, float]:
-    """Tokens that "stock" and each value of `prefix.trees` compute of these rows, without padding and as if every group
-    were one pass. For single prompts with pixels `batch` is not counted; it gets the number of `uid`.
+    """Counts the tokens that "stock" and each value of `prefix.trees` compute of these rows, without padding and as if
+    every group were one pass. For single prompts with pixels `batch` is not counted; it gets the number of `uid`.
 
     Args:
         groups: of these rows, by `trees`.
     """
-    found = {trees.over: groups}
+    groups_by = {trees.over: groups}
     are_turns = trees._replace(over="uid").are_cut(rows.uids, rows.keys)
     for over in ("off", "uid", "batch"):
         if over == "batch" and any(rows.pixels) and not are_turns:
-            found[over] = found["uid"]
-        elif over not in found:
-            other = trees._replace(over=over)
-            found[over] = group_rows(rows, other, other.are_cut(rows.uids, rows.keys))
-    real = {over: rows.without_padding(some) for over, some in found.items()}
-    computed = {over: float(sum(group.num_physical_tokens for group in some)) for over, some in real.items()}
+            groups_by[over] = groups_by["uid"]
+        elif over not in groups_by:
+            rule = trees._replace(over=over)
+            groups_by[over] = group_rows(rows, rule, rule.are_cut(rows.uids, rows.keys))
+    real = {over: rows.without_padding(groups) for over, groups in groups_by.items()}
+    computed = {over: float(sum(group.num_physical_tokens for group in groups)) for over, groups in real.items()}
     return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}
 
 
 def _tree_tokens(rows: BatchRows, trees: TreeRule, cuts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """[N] int64: the tokens, mixed with all else that must be equal where rows share: positions, pixels, temperature,
-    experts up to a row's last cut, the uid where `trees.over` is uid, and the whole prompt where it is off. A token is
-    mixed with the experts of the token before it: rows share n tokens where the next one is equal, too, which may go to
-    other experts. Under top-k distillation a response is its row's own, also where other rows have it in their prompts:
-    its outputs are made with the teacher's rows of this row."""
+    """Mixes tokens with all else that must be equal where rows share: [N] int64.
+
+    That is positions, pixels, temperature, experts up to a row's last cut, the uid where `trees.over` is uid, and the
+    whole prompt where it is off. A token is mixed with the experts of the token before it: rows share n tokens where
+    the next one is equal, too, which may go to other experts. Under top-k distillation a response is its row's own,
+    also where other rows have it in their prompts: its outputs are made with the teacher's rows of this row.
+    """
     ids, positions = (rows.data[name].values().cpu() for name in ("input_ids", "position_ids"))
     if is_vision_config(trees.config):
         tokens = tree_tokens(ids, positions, rows.offsets, rows.pixels, trees.config)
@@ -113,7 +115,7 @@ def _tree_tokens(rows: BatchRows, trees: TreeRule, cuts: Sequence[Sequence[int]]
 
 
 def _experts_before(routes: torch.Tensor, end: int) -> torch.Tensor:
-    """[n] int64: of each token of a row [n, layers, k] before `end` what names the experts of the token before it; 0 of
-    later ones."""
+    """Names, for each token of a row [n, layers, k] before `end`, the experts of the token before it: [n] int64, 0 for
+    later tokens."""
     named = mix_columns(routes[:end].flatten(1))[:-1]
     return torch.nn.functional.pad(named, (1, len(routes) - len(named) - 1))

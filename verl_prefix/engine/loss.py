@@ -25,8 +25,8 @@ VALUES = "values"  # what stands for the mode of a critic's loss
 
 
 def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
-    """`loss_mode` of a loss that is verl's own, of rows, or `VALUES`; None of any other, even one under verl's name.
-    Every loss of distillation that verl has is of rows: one of tokens, which agg_loss or vanilla takes
+    """Returns `loss_mode` of a loss that is verl's own, of rows, or `VALUES`; None for any other loss, even under
+    verl's name. Every loss of distillation that verl has is of rows: a loss of tokens, which agg_loss or vanilla takes
     (`distillation_loss`)."""
     if not isinstance(loss, functools.partial) or "config" not in loss.keywords:
         return None
@@ -44,7 +44,7 @@ def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
 
 
 def module_of(loss: LossFunction | None) -> str:
-    """Where a loss, or the function of its partial, is from; "" where nothing says so."""
+    """The module that a loss, or the function of its partial, is from; "" where nothing says so."""
     return getattr(getattr(loss, "func", loss), "__module__", None) or ""
 
 
@@ -116,15 +116,15 @@ class Loss:
 
     def reads_masked(self, data: TensorDict) -> bool:
         """Whether outputs count where response_mask is 0. They do in a user's loss. They also do where something that
-        the loss reads is not finite, since in stock a masked NaN spoils the update, too. Of a critic all count: its
-        head costs nothing."""
+        the loss reads is not finite, since on the stock path a masked NaN spoils the update, too. A critic's all count,
+        since its head costs nothing."""
         if not self.is_verls or self._of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
     def dead(self, rows: BatchRows) -> frozenset[int]:
-        """Rows whose advantages are zero wherever response_mask is 1, so that they have neither loss nor gradient; none
-        where anything is not finite, or where outputs are wanted back.
+        """Finds the dead rows: their advantages are zero wherever response_mask is 1, so that they have neither loss
+        nor gradient. There are none where anything is not finite, or where outputs are wanted back.
 
         Raises:
             ValueError: rows without advantage have a gradient in this loss.
@@ -146,18 +146,18 @@ class Loss:
 
     def has_gradient(self, rows: BatchRows, chosen: list[int], group: Any) -> bool:
         """Whether verl's loss of `chosen` rows has a gradient in any of their outputs: at their old log-probs, where
-        nothing is clipped, and beside them. It is that of no model, and takes no time."""
+        nothing is clipped, and beside them. No model runs, and it takes no time."""
         for start in range(0, len(chosen), 8):
-            some = rows.select(chosen[start : start + 8])
-            micro_batch = self.micro_batch(some.data, [*range(len(some))])
-            old = some.at_suffixes("old_log_probs").to(get_device_id())
+            batch = rows.select(chosen[start : start + 8])
+            micro_batch = self.micro_batch(batch.data, [*range(len(batch))])
+            old = batch.at_suffixes("old_log_probs").to(get_device_id())
             for shift in (0.0, 0.1):
                 values = {"log_probs": (old + shift).requires_grad_(), "entropy": (0 * old).requires_grad_()}
                 offsets = micro_batch["input_ids"].offsets()
                 outputs = {n: torch.nested.nested_tensor_from_jagged(x, offsets) for n, x in values.items()}
                 loss, *_ = self(outputs, micro_batch, group)
-                found = torch.autograd.grad(loss, [*values.values()], allow_unused=True)
-                if any(gradient is not None and gradient.any() for gradient in found):
+                gradients = torch.autograd.grad(loss, [*values.values()], allow_unused=True)
+                if any(gradient is not None and gradient.any() for gradient in gradients):
                     return True
         return False
 

@@ -37,8 +37,8 @@ def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
     if keeps is None:
         return []
     in_chunks = keeps.all_logits and most_outputs(plan) > LOGITS_CHUNK * keeps.sequence_ranks
-    found = [f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}"] * in_chunks
-    return found + [f"{_PREFIX}.keep_attention=off"] * keeps.attention_kept
+    settings = [f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}"] * in_chunks
+    return settings + [f"{_PREFIX}.keep_attention=off"] * keeps.attention_kept
 
 
 @contextmanager

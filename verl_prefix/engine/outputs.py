@@ -104,7 +104,7 @@ class TokenOutputs:
         self._teacher = {name: data[name].values()[places.to(data[name].device)].to(device) for name in TEACHER}
 
     def _is_read(self) -> torch.Tensor | None:
-        """[N] bool: suffix tokens with a response_mask; None where all have one."""
+        """Marks suffix tokens with a response_mask: [N] bool; None where all have one."""
         mask = self.rows.at_suffixes("response_mask").bool()
         return None if int(mask.sum()) == sum(self.rows.response_lens) else mask
 
@@ -115,8 +115,8 @@ class TokenOutputs:
         return torch.zeros(self.rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
 
     def recorded(self, plan: Plan) -> torch.Tensor:
-        """Routes that passes recorded, jagged [rows, tokens, layers, k] int16: those of a strand in all rows that share
-        it, and zeros for tokens that nobody computed, as each row's last one.
+        """Returns the routes that passes recorded, jagged [rows, tokens, layers, k] int16: a strand's in all rows that
+        share it, and zeros for tokens that nobody computed, such as each row's last token.
 
         Args:
             plan: whose passes ran.
@@ -131,7 +131,7 @@ class TokenOutputs:
         return torch.nested.nested_tensor_from_jagged(routes, self.rows.data["input_ids"].offsets().cpu())
 
     def from_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Outputs of suffix tokens: [n, k], one column per name in `names`.
+        """Makes outputs of suffix tokens from their logits: [n, k], one column per name in `names`.
 
         Args:
             index: [n] of the tokens in the batch's flat values. logits: [n, vocabulary].

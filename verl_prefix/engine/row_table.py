@@ -40,7 +40,7 @@ class Columns(NamedTuple):
 
 
 def describe(rows: BatchRows, shape: ModelShape) -> torch.Tensor:
-    """int64 [rows, columns] of what all ranks must know: `Columns` of each row."""
+    """Describes this rank's rows to all ranks: int64 [rows, columns], `Columns` of each row."""
     cost = functools.cache(functools.partial(row_cost, shape))
     lens = zip(rows.prompt_lens, rows.response_lens, itertools.pairwise(rows.offsets), strict=True)
     sessions = zip(rows.uids, tu.get(rows.data, "session_id", [None] * len(rows)), strict=True)
@@ -61,8 +61,8 @@ def _digest(name: str) -> int:
 
 
 def describe_pieces(rows: BatchRows, shape: ModelShape, trees: TreeRule) -> torch.Tensor:
-    """The pieces that rows of turns are made of, int64 [pieces, 3]: the row, 64 bits that name the piece, and its cost
-    as the bits of a double. A row without a response, or that is dead, has none.
+    """Describes the pieces that rows of turns are made of, int64 [pieces, 3]: the row, 64 bits that name the piece, and
+    its cost as the bits of a double. A row without a response, or that is dead, has none.
 
     A piece lies between two cuts, and is named by all tokens up to its end. In a long row all that lies between the
     first cut (the system prompt's) and the last ones is one piece. A row of an earlier turn may have it in several
@@ -72,8 +72,8 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, trees: TreeRule) -> torc
     owners: list[int] = []
     ends: list[int] = []
     costs: list[float] = []
-    found = zip(rows.prompt_lens, rows.response_lens, row_cuts(rows, trees), strict=True)
-    for row, (prompt_len, response_len, cuts) in enumerate(found):
+    lens_and_cuts = zip(rows.prompt_lens, rows.response_lens, row_cuts(rows, trees), strict=True)
+    for row, (prompt_len, response_len, cuts) in enumerate(lens_and_cuts):
         if response_len and row not in rows.dead:
             end = prompt_len + response_len - 1
             places = sorted({n for n in cuts if 0 < n < prompt_len})
@@ -142,11 +142,11 @@ class AllRows:
         self.starts = list(itertools.accumulate(map(len, tables), initial=0))
 
     def as_it_is(self, num_ranks: int) -> Placement:
-        """Every row on the rank that has it."""
+        """Leaves every row on the rank that has it."""
         return describe_rows(self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks)
 
     def place(self, num_ranks: int) -> Placement:
-        """Each group on one rank, as `place_rows`."""
+        """Places each group on one rank, as `place_rows`."""
         args = self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks
         return place_rows(*args, self.has_pixels)
 

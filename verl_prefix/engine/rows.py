@@ -62,15 +62,15 @@ class BatchRows:
         return len(self.data)
 
     def replaced(self, data: TensorDict) -> "BatchRows":
-        """The same rows in a batch with other fields; what is known of them stays."""
+        """Returns the same rows in a batch with other fields; what is known of them stays."""
         if data is self.data:
             return self
-        other = copy.copy(self)
-        other.data = data
-        return other
+        rows = copy.copy(self)
+        rows.data = data
+        return rows
 
     def select(self, rows: Sequence[int], keys: Sequence[Hashable] | None = None) -> "BatchRows":
-        """These rows, which may repeat; `keys`: theirs."""
+        """Returns some of the rows, which may repeat. keys: of those."""
         return BatchRows(select_rows(self.data, rows), keys)
 
     def flag(self, name: str, default: Any = False) -> Any:

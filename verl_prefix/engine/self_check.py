@@ -99,7 +99,7 @@ class LayerProbe:
             truth = whole(row, 0)[len(behind) :]
             moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[len(behind) :]
             ratio = _ratio((out[own] - truth).square().sum().item(), (moved - truth).square().sum().item())
-            self.worst_recurrence = max(self.worst_recurrence, (ratio, key), key=lambda one: one[0])
+            self.worst_recurrence = max(self.worst_recurrence, (ratio, key), key=lambda pair: pair[0])
 
     @torch.no_grad()
     def attention(
@@ -116,7 +116,7 @@ class LayerProbe:
                 truth, rounded = _dense(q[query], keys, values, sinks=sinks, params=params, position=position)
             error += (out[query] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
-        self.worst_attention = max(self.worst_attention, (_ratio(error, noise), layer), key=lambda one: one[0])
+        self.worst_attention = max(self.worst_attention, (_ratio(error, noise), layer), key=lambda pair: pair[0])
 
 
 class ProbedPass(AttentionPass):

@@ -36,7 +36,8 @@ class Moves:
     """One rank's part of the plan. A row of rank r has a number among the rows of r, and one in the table.
 
     Args:
-        table: the rows of all ranks. homes: the rank that computes each of them. rank: this one. num_ranks: of all.
+        table: the rows of all ranks. homes: for each of them the rank that computes it. rank: this rank's number.
+        num_ranks: how many there are.
 
     Attributes:
         any_travels: whether any row of any rank travels.
@@ -209,7 +210,7 @@ class Travel:
         return rows
 
     def _batch(self, rows: Sequence[TravellingRow]) -> TensorDict:
-        """Rows as verl's batch, with what the batch has once."""
+        """Joins rows to a batch of verl, with what this rank's batch has once."""
         once = {name: x.data for name, x in self._rows.data.items() if isinstance(x, NonTensorData)}
         lists = {name: [row.others[name] for row in rows] for name in self._codec.objects}
         return tu.get_tensordict(self._codec.join(rows) | lists, once)

@@ -204,8 +204,8 @@ class Verification:
 
 
 def plan_to_check(group: Group, budget: int, path: str, nests: bool) -> Plan:
-    """The plan by which a group is checked, "packed" or "phased": then several waves read one prefix, and their
-    gradients add up; of a tree, where passes may be nested, those of several phases A.
+    """Returns the plan by which a group is checked, "packed" or "phased". When phased, several waves read one prefix,
+    and their gradients add up; of a tree, where passes may be nested, those of several phases A.
 
     Args:
         nests: as of `make_plan`.
@@ -215,19 +215,18 @@ def plan_to_check(group: Group, budget: int, path: str, nests: bool) -> Plan:
 
 
 def _compared_outputs(model_output: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What is compared, of each row: log-probs or values, and of top-k distillation the sums of these and its
-    losses."""
+    """Returns what is compared, of each row: log-probs or values; under top-k distillation these plus its losses."""
     names = ("log_probs", "values", "distillation_losses")
-    found = [model_output[name].unbind() for name in names if name in model_output]
-    return [torch.stack(both).sum(0) for both in zip(*found, strict=True)]
+    rows = [model_output[name].unbind() for name in names if name in model_output]
+    return [torch.stack(of_row).sum(0) for of_row in zip(*rows, strict=True)]
 
 
 def _falling_loss(
     data: TensorDict, model_output: Mapping[str, torch.Tensor] | None = None,
     processor: Callable[..., Any] | None = None, **others: Any,
 ) -> Any:  # fmt: skip
-    """A loss to compare gradients by: the first tokens of a response, which read most of their prefix, count most.
-    Called with logits, as verl does, it is the loss's own `processor`."""
+    """The loss by which gradients are compared: the first tokens of a response, which read most of their prefix, count
+    most. Called with logits, as verl does, it is the loss's own `processor`."""
     if model_output is None:
         assert processor is not None
         return processor(data=data, **others)
@@ -245,7 +244,7 @@ def _num_perturbed(num_rows: int, checked: int) -> int:
 
 
 def _of_rows(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
-    """The groups, without rows that are not `chosen`."""
+    """Returns the groups without rows that are not `chosen`."""
     found = []
     for group in groups:
         units = [range(*unit) for unit in group.units()]
@@ -255,16 +254,16 @@ def _of_rows(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
 
 
 def _shared(group: Group, first: tuple[int, int], second: tuple[int, int]) -> int:
-    """Number of tokens that the last rows of two units share."""
+    """Counts the tokens that the last rows of two units share."""
     forks = (group.forks[unit[1] - 1] for unit in (first, second))
     one, another = ({strand: end for strand, _, end in group.strands_before(fork)} for fork in forks)
     return max((min(end, another[strand]) for strand, end in one.items() if strand in another), default=0)
 
 
 def _cheapest(groups: Sequence[Group], num_rows: int) -> Group:
-    """The cheapest group whose longest rows have enough response tokens to compare, cut to those rows: two, or more
-    where a rank has so many rows that three passes over them are an eighth of its update. Of a tree three at least: the
-    longest, and those that share the most and the least with it, so that passes nest."""
+    """Picks the cheapest group whose longest rows have enough response tokens to compare, cut to those rows: two, or
+    more where a rank has so many rows that three passes over them are an eighth of its update. Of a tree it keeps three
+    rows at least: the longest, and the rows that share the most and the least with it, so that passes nest."""
 
     def longest(group: Group) -> Group:
         units = sorted(group.units(), key=lambda unit: -sum(group.suffix_lens[slice(*unit)]))
