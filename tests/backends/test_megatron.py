@@ -384,9 +384,10 @@ def _rounds(models: dict, which: str) -> float:
     """How often a step's stages drain and fill."""
     from verl_prefix.backends.pipeline import PipelineSchedule
 
-    run, count = PipelineSchedule._run, []
+    run, count = PipelineSchedule._run_1f1b, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PipelineSchedule, "_run", lambda self, *args: (count.append(self.backward), run(self, *args)))
+        counted = lambda self, *args: (count.append(self.backward), run(self, *args))  # noqa: E731
+        patch.setattr(PipelineSchedule, "_run_1f1b", counted)
         name, prefix, rows, layout = CASES[get_world_size()][which]
         _ours(models, name, prefix, rows, layout)
     return sum(backward is not None for backward in count) / 2

@@ -1,4 +1,4 @@
-"""What this rank's device has room for: verl's own passes; what an update keeps instead of computing it again."""
+"""What this rank's device has room for: passes of the stock path; what an update keeps and need not compute again."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ class Headroom:
         self._largest_added = self._added_now = 0.0  # what the largest and the present update add, by estimate
 
     def fits(self, costs: CostModel, passes: Sequence[PassCost]) -> bool:
-        """Whether verl's own passes fit this rank, as an update, or as log-probs in an engine that has no updates. The
-        chooser takes the worst of all ranks."""
+        """Whether passes of the stock path fit this rank, as an update, or as log-probs in an engine that has no
+        updates. The chooser takes the worst of all ranks."""
         if not self.is_known:
             return True
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -51,8 +51,8 @@ class Headroom:
             self._allocated_after_last = torch.cuda.memory_allocated()
 
     def keeps(self, plan: Plan, costs: CostModel, option: str, one_copy: bool) -> Memory:
-        """What this update keeps, the same on every rank: attention's outputs and all logits of a pass, attention's
-        outputs alone, or neither.
+        """Decides what this update keeps, the same on every rank: attention's outputs and all logits of a pass,
+        attention's outputs alone, or neither.
 
         Args:
             plan: this rank's. option: `prefix.keep_attention`. one_copy: `Backend.reads_logits_once`.

@@ -58,7 +58,11 @@ class PassResults:
         self._results: list[_Result] = []
 
     def step(self, layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
-        """Does what verl's forward_step does after the model; outputs [suffix tokens, k]."""
+        """Does what verl's forward_step does after the model: returns the loss of a pass, and keeps its results.
+
+        Args:
+            outputs: [suffix tokens, k].
+        """
         rows = [row for group in layout.groups for row in group.rows]
         micro_batch = self._loss.micro_batch(self._data, rows)
         model_output = self.token_outputs.scatter_to_rows(layout, outputs, micro_batch["input_ids"].offsets())
@@ -103,10 +107,10 @@ class PassResults:
         """Counts passes with anything not finite, and names the rows of the first."""
         not_finite = [result for result in self._results if not result.finite]
         if not_finite:
-            self._name(not_finite[0])
+            self._log_not_finite(not_finite[0])
         return len(not_finite)
 
-    def _name(self, result: _Result) -> None:
+    def _log_not_finite(self, result: _Result) -> None:
         """Logs in which rows something is not finite."""
         uids = tu.get(self._data, "uid", [None] * len(self._data))
         read = select_rows(self._data, result.rows)

@@ -148,10 +148,11 @@ class Travel:
 
     def give_back(self, outputs: Outputs | None) -> dict[str, torch.Tensor]:
         """As `Exchange.give_back`. A rank without outputs takes part in what all ranks do."""
-        moves, lens, codec = self.moves, self.table.lens, RowCodec(outputs or {})
+        moves, lens = self.moves, self.table.lens
         with self._timed():
             with together("returning outputs", same=("layout",)) as agreed:
-                parcels, at = [codec.pack([])] * self._size, itertools.count(len(moves.kept))
+                codec, at = RowCodec(outputs or {}), itertools.count(len(moves.kept))
+                parcels = [codec.pack([])] * self._size
                 if outputs is not None:
                     _check_lens(outputs, [lens[row] for row in moves.computed])
                     parcels = [codec.pack([codec.row(next(at), i) for i in rows]) for rows in moves.got]

@@ -135,8 +135,8 @@ class Verification:
     def _gradients_of_dead_rows(self, rows: BatchRows, plan: Plan, loss: Loss) -> list[str]:
         """Checks on all ranks that rows in no pass of the plan, which are dead or have no response, have no gradient.
         Returns [] or [what is wrong]."""
-        computed = {row for each in plan.passes for group in each.groups for row in group.rows}
         with together("checking rows that are left out", maxima=("has_gradient",)) as agreed:
+            computed = {row for each in plan.passes for group in each.groups for row in group.rows}
             left_out = [row for row in range(len(rows)) if row not in computed]
             agreed.maximum("has_gradient", loss.has_gradient(rows, left_out, self._backend.ranks.data))
         return [f"rows that are left out have a gradient; set {SKIP_ZERO_ADVANTAGE}=False"] * agreed["has_gradient"]
