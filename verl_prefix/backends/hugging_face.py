@@ -151,8 +151,8 @@ class HFBackend(ABC):
         return {name: x.values() for name, x in outputs.items()}
 
     def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
-        """Log-probs alone do, by flash-attn's cross entropy, which writes the gradient over the logits. Entropy, and
-        log-probs without that package, need several copies in fp32."""
+        """Log-probs alone need no copy, by flash-attn's cross entropy, which writes the gradient over the logits.
+        Entropy, and log-probs without that package, need several copies in fp32."""
         by_flash_attn = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
         by_flash_attn = by_flash_attn and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
         return by_flash_attn and not any(flags.values())

@@ -162,8 +162,8 @@ class Loss:
         return False
 
     def micro_batch(self, data: TensorDict, rows: list[int]) -> TensorDict:
-        """The rows of one pass, on the device. Tensors of which verl's own loss only needs lengths stay on the host: it
-        reads them row by row (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
+        """Takes the rows of one pass to the device. Tensors of which verl's own loss only needs lengths stay on the
+        host: it reads them row by row (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
         on_host = select_rows(data, rows)
         micro_batch = on_host.to(get_device_id())
         if self.is_verls:
@@ -173,8 +173,8 @@ class Loss:
         return micro_batch
 
     def for_stock(self) -> LossFunction | None:
-        """The function as the stock path calls it. Where it would raise, since no token of a micro-batch counts (one of
-        padding alone), it is zero, and so are its metrics, of which each micro-batch has to have the same."""
+        """Returns the function as the stock path calls it. Where it would raise, since no token of a micro-batch counts
+        (one of padding alone), it is zero, and so are its metrics, of which each micro-batch has to have the same."""
         function = self.function
         if function is None or not self.needs_a_token:
             return function

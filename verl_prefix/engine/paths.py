@@ -87,7 +87,7 @@ class Paths:
         )  # fmt: skip
 
     def why_stock(self, batch: BatchRows, loss: Loss) -> WhyStock | None:
-        """Why this batch takes the stock path whatever its lengths are; None: its lengths decide.
+        """Says why this batch takes the stock path whatever its lengths are; None: its lengths decide.
 
         The answer is the same on every rank, since the batches of all ranks have the same fields and flags.
         """
@@ -108,7 +108,7 @@ class Paths:
     def plan(
         self, batch: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int]
     ) -> tuple[Plan | WhyStock, dict[str, float]]:
-        """This rank's plan, or why its batch takes the stock path; with prefix/* about that.
+        """Returns this rank's plan, or why the batch takes the stock path; and prefix/* about that.
 
         Args:
             groups: of the rows that this rank computes. dead: those of them that are left out; their groups are idle.
@@ -135,8 +135,8 @@ class Paths:
         return WhyStock(reason), metrics
 
     def _bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
-        """The predicted share of a batch in which the stages of a pipeline wait, as a metric; {} without stages. Also
-        says it once, of an update."""
+        """Predicts the share of a batch in which the stages of a pipeline wait, as a metric; {} without stages. It is
+        said once, of an update."""
         if self.costs.memory.stages == 1:
             return {}
         bubble = self.costs.timeline(path, "forward" if forward_only else "update", self.costs.flops()).bubble

@@ -57,7 +57,7 @@ class RowCodec:
         return TravellingRow(origin, tensors, {name: values[i] for name, values in self.objects.items()})
 
     def pack(self, rows: Sequence[TravellingRow]) -> torch.Tensor:
-        """Rows as one uint8 tensor: their tensors, those of pixels among them, by safetensors; all else as JSON.
+        """Packs rows as one uint8 tensor: their tensors, those of pixels among them, by safetensors; all else as JSON.
 
         Raises:
             TypeError: a value is neither a tensor nor JSON.
@@ -82,7 +82,7 @@ class RowCodec:
         return torch.frombuffer(bytearray(save(arrays)), dtype=torch.uint8)
 
     def unpack(self, packed: torch.Tensor) -> list[TravellingRow]:
-        """The rows that `pack` of a batch with the same layout packed; tuples come back as lists."""
+        """Returns the rows that `pack` of a batch with the same layout packed; tuples come back as lists."""
         if not len(packed):
             return []
         tensors = load(packed.numpy().tobytes())

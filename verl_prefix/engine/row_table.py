@@ -96,7 +96,7 @@ def _named(owners: np.ndarray, names: np.ndarray) -> np.ndarray:
 
 
 def _owners(members: Sequence[Sequence[int]], num: int) -> np.ndarray:
-    """The number of the owner of each of `num` members."""
+    """Returns the number of the owner of each of `num` members."""
     owners = np.empty(num, np.int64)
     for owner, of_owner in enumerate(members):
         owners[of_owner] = owner
@@ -104,7 +104,7 @@ def _owners(members: Sequence[Sequence[int]], num: int) -> np.ndarray:
 
 
 def _cheapest_pieces(session_of: np.ndarray, pieces: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each piece of a session once, at its lowest cost: sessions, names and costs.
+    """Returns each piece of a session once, at its lowest cost: sessions, names and costs.
 
     Args:
         session_of: of each row. pieces: of all rows, as `describe_pieces` makes them.
@@ -117,7 +117,7 @@ def _cheapest_pieces(session_of: np.ndarray, pieces: torch.Tensor) -> tuple[np.n
 
 
 def _counts(owners: np.ndarray, names: np.ndarray) -> np.ndarray:
-    """How often an owner has each of its names."""
+    """Counts, for each name, how often its owner has it."""
     _, index, count = np.unique(_named(owners, names), return_inverse=True, return_counts=True)
     return count[index]
 

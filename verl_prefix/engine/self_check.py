@@ -146,15 +146,15 @@ def _segments(layout: Layout) -> Iterator[tuple[torch.Tensor, slice]]:
 
 
 def _ratio(error: float, noise: float) -> float:
-    """Ratio of two norms, from their squares: 0 of nothing to nothing, as where responses are empty, and infinity where
+    """Divides two norms, given their squares: 0 of nothing to nothing, as where responses are empty, and infinity where
     either is NaN, so that nothing that is compared later hides it."""
     ratio = (error / max(noise, 1e-300)) ** 0.5
     return math.inf if math.isnan(ratio) else ratio
 
 
 def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries at `position` among the keys, [n, H, D]: in float64, and with probabilities and output
-    rounded to q's dtype. One key head at a time, since keys may be many."""
+    """Computes attention of queries at `position` among the keys, [n, H, D]: in float64, and with probabilities and
+    output rounded to q's dtype. It takes one key head at a time, since keys may be many."""
     behind = position.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
     hidden = behind < 0 if params.window is None else (behind < 0) | (behind >= params.window)
     per_key_head = q.shape[1] // k.shape[1]
@@ -192,8 +192,8 @@ class _Rounding:
 def rounding_noise(
     attention: Sequence[torch.nn.Module], recurrent: Sequence[torch.nn.Module], dtype: torch.dtype
 ) -> Iterator[None]:
-    """While open, every output of these modules, attention and recurrent mixers, is off by up to one rounding step of
-    `dtype`, differently each time, and so are its gradient and, in fp32, what mixers read."""
+    """Context in which every output of these modules, attention and recurrent mixers, is off by up to one rounding step
+    of `dtype`, differently each time, and so are its gradient and, in fp32, what mixers read."""
     eps, rounding = torch.finfo(dtype).eps, _Rounding()
 
     def disturb_output(module: torch.nn.Module, args: tuple, output: Any) -> Any:
@@ -250,7 +250,7 @@ class Gradients:
         return [sum(map(_sum_of_squares, part)) for part in self._truth]
 
     def distances(self) -> list[float]:
-        """Squared distances of the last pass's from the truth, by part."""
+        """Returns squared distances of the last pass's gradients from the truth, by part."""
         pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
         distances = [sum(_sum_of_squares(self._local(p).cpu() - x) for p, x in part) for part in pairs]
         self._clear()

@@ -88,14 +88,14 @@ class StepMetrics:
         return metrics
 
     def _torn(self) -> Set[Hashable]:
-        """Prompts with rows in several mini-batches of an epoch of the step, which is over."""
+        """Finds prompts with rows in several mini-batches of an epoch of the step, which is over."""
         num = -(-len(self._uids) // self._epochs)
         epochs = (self._uids[start : start + num] for start in range(0, len(self._uids), num))
         counts = (Counter(itertools.chain(*epoch)) for epoch in epochs)
         return {prompt for count in counts for prompt, times in count.items() if times > 1}
 
     def report(self, metrics: Mapping[str, float], batch: BatchRows, forward_only: bool) -> dict[str, list[float]]:
-        """What a rank reports after a batch whose own metrics are `metrics`.
+        """Returns what a rank reports after a batch whose own metrics are `metrics`.
 
         Log-probs are a step of their own; since verl's v1 trainer drops their metrics, the next update says how many of
         their rows did not share.
@@ -121,7 +121,7 @@ class StepMetrics:
         return {name: [float(value)] for name, value in reported.items()}
 
     def _close_step(self) -> tuple[dict[str, float], int]:
-        """What this rank counted in the step, which is over, and how many prompts it tore; starts the next one."""
+        """Returns what this rank counted in the step, which is over, and how many prompts it tore; starts the next."""
         step, num_torn = self._step, len(self._torn())
         step["prefix/log_prob_stock_rows"] = self._log_prob_stock_rows
         step["prefix/split_groups"] = step.get("prefix/split_groups", 0.0) + num_torn
@@ -130,7 +130,8 @@ class StepMetrics:
         return step, num_torn
 
     def _over_ranks(self, step: Mapping[str, float], num_torn: int, forward_only: bool) -> dict[str, float]:
-        """What a step's counts are over all ranks, which also says what torn prompts and other trees would change."""
+        """Adds up a step's counts over all ranks, as metrics. Also says what torn prompts cost and what other trees
+        would save."""
         # Of all names, so that ranks never send different numbers of values.
         sums = self._ranks.sum_over_ranks([step.get(name, 0.0) for name in _SUMS])
         total = {name: value / self._ranks.copies for name, value in zip(_SUMS, sums, strict=True)}
@@ -190,7 +191,7 @@ class StepMetrics:
 
 
 def plan_metrics(rows: BatchRows, groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dict[str, float]:
-    """This rank's prefix/* metrics of one mini-batch, in which rows of padding share nothing."""
+    """Returns this rank's prefix/* metrics of one mini-batch, in which rows of padding share nothing."""
     groups = rows.without_padding(groups)
     computed = [pair for one in plan.every for pair in one.tokens_of_groups if rows.without_padding(pair[:1])]
     num_logical = sum(group.num_logical_tokens for group in groups)
