@@ -950,9 +950,9 @@ def test_lengths_that_verls_loss_reads_stay_with_the_host(monkeypatch, padded):
     tu.assign_non_tensor(data, sp_size=1)
     monkeypatch.setattr(loss, "get_device_id", lambda: "meta")
     outputs = torch.empty(sum(data["input_ids"].offsets().diff()[:3].tolist()), device="meta")
-    assert no_padding_2_padding(outputs, loss.Loss(_loss({})).rows(data, [0, 1, 2])).is_meta
+    assert no_padding_2_padding(outputs, loss.Loss(_loss({})).micro_batch(data, [0, 1, 2])).is_meta
     with pytest.raises(RuntimeError, match="meta"):
-        no_padding_2_padding(outputs, loss.Loss(lambda **_: None).rows(data, [0, 1, 2]))
+        no_padding_2_padding(outputs, loss.Loss(lambda **_: None).micro_batch(data, [0, 1, 2]))
 
 
 def test_counts_and_seconds_are_those_of_a_step(results):
