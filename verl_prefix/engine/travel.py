@@ -232,7 +232,7 @@ class Travel:
 
 def _unpacked(
     codec: RowCodec, parcels: Sequence[torch.Tensor], expected: list[list[int]], what: str
-) -> list[TravellingRow]:  # fmt: skip
+) -> list[TravellingRow]:
     """The rows that arrived from all ranks, checked to be those that were `expected` of each. what: for the error."""
     arrived: list[TravellingRow] = []
     for rank, origins in enumerate(expected):

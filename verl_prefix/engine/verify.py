@@ -50,9 +50,7 @@ class Verification:
         self.failure: WhyStock | None = None
         self._num_batches = 0
 
-    def check(
-        self, rows: BatchRows, groups: Sequence[Group], budget: int, plan: Plan, loss: Loss
-    ) -> dict[str, float]:  # fmt: skip
+    def check(self, rows: BatchRows, groups: Sequence[Group], budget: int, plan: Plan, loss: Loss) -> dict[str, float]:
         """Where a check is due and every rank has a group to check: compares a few of its rows on both paths, and then
         checks that rows which the update leaves out have no gradient. Returns its metrics.
 
