@@ -407,8 +407,8 @@ def positions_restarted(monkeypatch):
         positions = self.tokens.position_ids.clone()
         for group in self.groups:
             for row in group.rows:
-                positions[self.tokens.offsets[row] + group.prefix_len : self.tokens.offsets[row + 1]] -= (
-                    group.prefix_len
+                positions[self.tokens.offsets[row] + group.num_strand_tokens : self.tokens.offsets[row + 1]] -= (
+                    group.num_strand_tokens
                 )
         self.tokens = dataclasses.replace(self.tokens, position_ids=positions)
 

@@ -66,7 +66,7 @@ def test_what_nests_is_computed_once_and_fits(rows, seed, budget, schedule, wave
             return
         seen.extend(row for wave in one.waves for _, piece in wave for row in piece.rows)
         for nested in one.nested:
-            walk(nested, alive if offload else alive + sum(group.prefix_len for group in one.groups))
+            walk(nested, alive if offload else alive + sum(group.num_strand_tokens for group in one.groups))
 
     for one in plan.passes:
         if isinstance(one, PhasedPass) and one.nested:
@@ -86,7 +86,7 @@ def test_a_session_is_planned_however_many_turns_it_has():
     turns, said, thought = 300, 5, 6
     forks = tuple(Fork(0, said * turn) for turn in range(1, turns + 1))
     strand, firsts = Strand(turns - 1, 0, said * turns), tuple(fork.start for fork in forks)
-    group = Group(tuple(range(turns)), said * turns, (thought,) * turns, (strand,), forks, firsts)
+    group = Group(tuple(range(turns)), (thought,) * turns, (strand,), forks, firsts)
     plan = make_plan([group], 200, "auto")
     assert plan.depth > 1 and plan.num_physical_tokens == turns * (said + thought)
 

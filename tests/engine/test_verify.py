@@ -275,7 +275,7 @@ def test_a_state_that_a_fork_writes_into_is_caught_by_the_next_wave(dtype):
 def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     """In fp32 the rounding of log-sum-exps is the larger part where many values have a mean."""
     torch.manual_seed(0)
-    group = Group((0, 1), prefix_len, (24, 24))
+    group = Group.of_prompt((0, 1), prefix_len, (24, 24))
     layout = build_layout([group], [0, prefix_len + 24])
     q, k = (torch.randn(layout.num_tokens, heads, 16).to(dtype) for heads in (4, 2))
     v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
@@ -310,7 +310,7 @@ def test_wrong_positions_are_caught_by_log_probs(dtype):
 def test_a_tree_that_no_budget_holds_is_checked_whole_by_what_its_engine_runs(nests):
     """Stages of a pipeline, which nest no passes, would leave out the rows of nested ones."""
     strands = (Strand(0, 0, 9), Strand(0, 9, 39, 0), Strand(1, 9, 39, 0))
-    group = Group((0, 1, 2), 69, (5, 5, 5), strands, (Fork(1, 39), Fork(2, 39), Fork(0, 9)), (39, 39, 9))
+    group = Group((0, 1, 2), (5, 5, 5), strands, (Fork(1, 39), Fork(2, 39), Fork(0, 9)), (39, 39, 9))
     plans = {path: _checked_plan(group, 50, path, nests) for path in ("packed", "phased")}
     assert {path: plan.depth for path, plan in plans.items()} == {"packed": 1, "phased": 3 if nests else 1}
     in_waves = sorted(row for wave in plans["phased"].waves for _, piece in wave for row in piece.rows)
@@ -337,7 +337,11 @@ def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_r
     the other rank, which stands in here, has an image with every row."""
     image, clip = {"pixel_values": torch.ones(1)}, {"pixel_values_videos": torch.ones(1)}
     data, backend = _vision_rows([[1]] * 6, [image, image | clip, image, {}, clip, None])
-    groups = [Group((0, 1), 1, (1, 1)), Group((2, 3), 1, (1, 1)), Group((4, 5), 1, (1, 1))]
+    groups = [
+        Group.of_prompt((0, 1), 1, (1, 1)),
+        Group.of_prompt((2, 3), 1, (1, 1)),
+        Group.of_prompt((4, 5), 1, (1, 1)),
+    ]
     backend.ranks.max_over_ranks = lambda lacking: [a or b for a, b in zip(lacking, (False, True), strict=True)]
     assert Verification(backend, None, None)._checkable(data, groups) == groups[1:]
     # With VeOmni every row runs it twice, so that any will do.
@@ -349,8 +353,8 @@ def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_r
 def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
     """A model may sample the token of an image (5) or video (6)."""
     data, backend = _vision_rows([[1, 1], [1, 5], [6, 1], [1, 1]], [{"pixel_values": torch.ones(1)}] * 4)
-    groups = [Group((0, 1), 2, (2, 2)), Group((2,), 2, (2,)), Group((3,), 2, (2,))]
-    tree = Group((0, 1, 3), 3, (1, 0, 2), (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2)))
+    groups = [Group.of_prompt((0, 1), 2, (2, 2)), Group.of_prompt((2,), 2, (2,)), Group.of_prompt((3,), 2, (2,))]
+    tree = Group((0, 1, 3), (1, 0, 2), (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2)))
     tree = replace(tree, first_outputs=(2, 2, 2))
     checkable = Verification(backend, None, None)._checkable
     assert [group.rows for group in checkable(data, groups)] == [(0,), (3,)]
@@ -365,7 +369,7 @@ def test_a_check_that_failed_is_due_again(monkeypatch):
     verdict = mock.Mock(side_effect=[torch.OutOfMemoryError(), verify.Verdict(0.0, 0.0, -1, 0.0, None, 0.0, "")])
     monkeypatch.setattr(checks, "_verdict", verdict)
     backend.shape = types.SimpleNamespace(recurrent_layers=0)
-    groups = [Group((0, 1), 2, (2, 2))]
+    groups = [Group.of_prompt((0, 1), 2, (2, 2))]
     with pytest.raises(torch.OutOfMemoryError):
         checks.check(data, groups, 100)
     assert "prefix/verify_log_probs" in checks.check(data, groups, 100) and not checks.check(data, groups, 100)

@@ -175,7 +175,7 @@ def test_vision_models(family, checkpointed, pattern, paths, float64_inside):  #
 def test_a_wave_that_needs_no_gradient_sends_back_those_of_its_prefix(anchored):
     """Against autograd on the dense formula. Without the anchor autograd never visits the wave's attention."""
     generator = torch.Generator().manual_seed(0)
-    group, prefix_len = Group((0, 1), 7, (3, 2)), 7
+    group, prefix_len = Group.of_prompt((0, 1), 7, (3, 2)), 7
     rows = torch.randn(3, prefix_len + 5, 2, 8, generator=generator, dtype=torch.float64)  # q, k, v of all tokens
     prefix = [x[:prefix_len].clone().requires_grad_() for x in rows[1:]]
     cache = PrefixCache()

@@ -239,7 +239,7 @@ class _Added:
     def prefix(self, groups: Sequence[Group]) -> tuple[float, float]:
         """Tokens of the strands, and of those whose outputs rows read. Ranks that share a pass have one slice of the
         strands each, of which one may hold all outputs."""
-        tokens = sum(group.prefix_len for group in groups) / self.sequence_ranks
+        tokens = sum(group.num_strand_tokens for group in groups) / self.sequence_ranks
         return tokens, min(sum(group.num_strand_outputs for group in groups), tokens)
 
     def kept(self, tokens: float, attention: bool = True) -> float:

@@ -110,7 +110,7 @@ class ModelShape:
         pairs = 0.0
         for group in groups:
             if prefixes:
-                tokens += group.prefix_len
+                tokens += group.num_strand_tokens
                 head += group.num_strand_outputs
                 pairs += sum(
                     self.pairs(strand.end - strand.start, strand.start) for strand in group.strands[group.outer :]

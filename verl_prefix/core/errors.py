@@ -38,7 +38,7 @@ class annotate_errors(AbstractContextManager[None]):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         rows = [list(group.rows) for group in groups]
         held = (
-            f"{len(groups)} groups of rows {listed(rows)}, {sum(g.prefix_len for g in groups)} prefix and "
+            f"{len(groups)} groups of rows {listed(rows)}, {sum(g.num_strand_tokens for g in groups)} prefix and "
             f"{sum(g.num_suffix_tokens for g in groups)} suffix tokens"
         )
         self.where = f"{phase}{', ' if part else ''}{part}, rank {rank}: {held if groups else 'a dummy without rows'}"

@@ -4,6 +4,7 @@ A row alone in its group is cut into prefix and suffix as well: what a row compu
 share its prefix. `waves` decides which groups run together.
 """
 
+import functools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -42,41 +43,42 @@ class Fork(NamedTuple):
 class Group:
     """Rows of one batch that share tokens: a tree of strands, with the rows' suffixes as its leaves.
 
-    A group of one prompt has one strand, which follows from `prefix_len`: leave out `strands`, `forks` and
-    `first_outputs`. Deeper trees come from `trees`, with their rows depth first. There a row may have no suffix, since
-    all its tokens are in strands; then the next row that has one begins with the same tokens.
+    `of_prompt` makes a group of one prompt, which has one strand. Deeper trees come from `trees`, with their rows depth
+    first. There a row may have no suffix, since all its tokens are in strands; then the next row that has one begins
+    with the same tokens.
 
     Attributes:
         rows: numbers of the rows in the batch.
-        prefix_len: P, tokens of all strands; 0: the rows share nothing. In a tree one row reads only a part of them,
-            the first `fork.start` tokens of its own.
         suffix_lens: S of each row.
-        strands: every strand after its parent.
+        strands: every strand after its parent; none where the rows share nothing.
         forks: of each row.
         first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.
-        outer: how many of the first strands passes around compute, where passes nest; `prefix_len` does not count them.
+        outer: how many of the first strands passes around compute, where passes nest.
     """
 
     rows: tuple[int, ...]
-    prefix_len: int
     suffix_lens: tuple[int, ...]
-    strands: tuple[Strand, ...] = ()
-    forks: tuple[Fork, ...] = ()
-    first_outputs: tuple[int, ...] = ()
+    strands: tuple[Strand, ...]
+    forks: tuple[Fork, ...]
+    first_outputs: tuple[int, ...]
     outer: int = 0
 
-    def __post_init__(self) -> None:
-        if self.forks:
-            return
-        one = (Strand(self.rows[0], 0, self.prefix_len),) if self.prefix_len else ()
-        object.__setattr__(self, "strands", one)
-        object.__setattr__(self, "forks", (Fork(len(one) - 1, self.prefix_len),) * len(self.rows))
-        object.__setattr__(self, "first_outputs", (self.prefix_len,) * len(self.rows))
+    @classmethod
+    def of_prompt(cls, rows: tuple[int, ...], prefix_len: int, suffix_lens: tuple[int, ...]) -> "Group":
+        """The group of rows that share one prompt: their first `prefix_len` tokens, or nothing where that is 0."""
+        strands = (Strand(rows[0], 0, prefix_len),) if prefix_len else ()
+        forks = (Fork(len(strands) - 1, prefix_len),) * len(rows)
+        return cls(rows, suffix_lens, strands, forks, (prefix_len,) * len(rows))
+
+    @functools.cached_property
+    def num_strand_tokens(self) -> int:
+        """Number of tokens of the group's own strands, without the `outer` ones. In a group of one prompt it is P."""
+        return sum(strand.end - strand.start for strand in self.strands[self.outer :])
 
     @property
     def is_shared(self) -> bool:
         """Whether several rows share tokens."""
-        return len(self.rows) > 1 and self.prefix_len > 0
+        return len(self.rows) > 1 and self.num_strand_tokens > 0
 
     @property
     def output_lens(self) -> tuple[int, ...]:
@@ -106,7 +108,7 @@ class Group:
     @property
     def num_physical_tokens(self) -> int:
         """Number of tokens that are computed; strands count once."""
-        return self.prefix_len + self.num_suffix_tokens
+        return self.num_strand_tokens + self.num_suffix_tokens
 
     @property
     def num_logical_tokens(self) -> int:
@@ -163,10 +165,7 @@ class Group:
             for i, (end, row) in zip(read, parts, strict=True)
         )
         forks = tuple(fork._replace(strand=number.get(fork.strand, -1)) for fork in self.forks)
-        return replace(self, strands=strands, forks=forks, outer=sum(i < self.outer for i in read))._counted()
-
-    def _counted(self) -> "Group":
-        return replace(self, prefix_len=sum(strand.end - strand.start for strand in self.strands[self.outer :]))
+        return replace(self, strands=strands, forks=forks, outer=sum(i < self.outer for i in read))
 
     def top(self, upto: Mapping[int, int]) -> "Group":
         """The group as a phase A with nested passes computes it: what follows is as if no two rows shared it.
@@ -184,7 +183,7 @@ class Group:
             forks.append(next(inside, Fork(-1, 0)))
         lens = zip(self.forks, forks, self.suffix_lens, strict=True)
         suffix_lens = tuple(old.start + n - new.start for old, new, n in lens)
-        return replace(self, strands=tuple(strands), forks=tuple(forks), suffix_lens=suffix_lens)._counted()
+        return replace(self, strands=tuple(strands), forks=tuple(forks), suffix_lens=suffix_lens)
 
     def below(self, upto: Mapping[int, int], members: Sequence[int]) -> "Group":
         """Some rows of the group as a pass computes them that is nested in the phase A of `top`.
@@ -243,7 +242,7 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
     """
     check_prompts(prompt_lens)
     return [
-        Group(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows))
+        Group.of_prompt(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows))
         for rows in rows_by_key(keys).values()
     ]
 

@@ -220,7 +220,7 @@ class Layout:
 def pass_order(groups: Sequence[Group]) -> list[Group]:
     """Groups with suffix tokens, those without a prefix last. So the suffixes that read a prefix have no gaps between
     them, and are one slice."""
-    return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.prefix_len == 0)
+    return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.num_strand_tokens == 0)
 
 
 def build_layout(

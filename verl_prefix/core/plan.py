@@ -54,7 +54,7 @@ class PhasedPass:
     @property
     def tokens_of_groups(self) -> list[tuple[Group, int]]:
         """Groups, and how many tokens phase A and waves compute of each, without those of nested passes."""
-        tokens = [group.prefix_len for group in self.groups]
+        tokens = [group.num_strand_tokens for group in self.groups]
         for number, piece in (pair for wave in self.waves for pair in wave):
             tokens[number] += piece.num_suffix_tokens
         return list(zip(self.groups, tokens, strict=True))

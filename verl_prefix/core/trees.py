@@ -220,8 +220,7 @@ def _groups(
         members = tuple(strands[i]._replace(parent=numbers[strands[i].parent]) for i in order)
         own = tuple(forks[row]._replace(strand=numbers[forks[row].strand]) for row in rows)
         suffix_lens = tuple(lens[row] - 1 - fork.start for row, fork in zip(rows, own, strict=True))
-        prefix_len = sum(strand.end - strand.start for strand in members)
         first = tuple(first_outputs[row] for row in rows)
-        groups.append(Group(tuple(rows), prefix_len, suffix_lens, members, own, first))
-    groups += [Group((row,), first, (0,)) for row, first in enumerate(first_outputs) if row not in forks]
+        groups.append(Group(tuple(rows), suffix_lens, members, own, first))
+    groups += [Group.of_prompt((row,), first, (0,)) for row, first in enumerate(first_outputs) if row not in forks]
     return sorted(groups, key=lambda group: min(group.rows))

@@ -25,7 +25,7 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     Of all ways to cut it takes that with the fewest tokens to compute; among those the fewest pieces; then, in trees,
     that whose largest piece is smallest; then that whose first pieces are longest. A piece has at least one suffix,
     however long that and its path are."""
-    if (group.num_physical_tokens if suffixes else group.prefix_len) <= budget:
+    if (group.num_physical_tokens if suffixes else group.num_strand_tokens) <= budget:
         return [group]
     if not suffixes and len(group.strands) < 2:  # every piece would have the same one
         return [group]
@@ -76,16 +76,16 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
 def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
     """Sets of groups for a phased pass each: strands have `room`, and with the longest suffix the budget, unless one
     group alone exceeds it."""
-    for members in first_fit(groups, lambda group: group.prefix_len, room):
+    for members in first_fit(groups, lambda group: group.num_strand_tokens, room):
         longest = max(sum(group.suffix_lens[start:end]) for group in members for start, end in group.units())
-        yield from first_fit(members, lambda group: group.prefix_len, min(room, budget - longest))
+        yield from first_fit(members, lambda group: group.num_strand_tokens, min(room, budget - longest))
 
 
 def _one_level(pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool) -> tuple[int, int]:
     """Tokens and number of forwards of a group whose pieces are each a phased pass."""
     tokens, forwards = 0, 0
     for piece in pieces:
-        left = max(budget - (0 if offload else piece.prefix_len), 1)
+        left = max(budget - (0 if offload else piece.num_strand_tokens), 1)
         tokens += piece.num_physical_tokens
         forwards += 1 + len(make_waves([piece], min(wave_tokens or left, left)))
     return tokens, forwards
@@ -152,7 +152,7 @@ def make_plan(
     passes: list[PackedPass | PhasedPass] = [PackedPass(tuple(pass_order(members))) for members in packed]
     for members in _phased_sets([*chain(*to_phase)], room, sys.maxsize if offload else budget):
         ordered = tuple(pass_order(members))
-        resident = 0 if offload else sum(group.prefix_len for group in ordered)
+        resident = 0 if offload else sum(group.num_strand_tokens for group in ordered)
         left = max(budget - resident, least_wave)
         waves = make_waves(ordered, min(wave_tokens or left, left))
         passes.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
