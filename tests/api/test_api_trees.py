@@ -14,7 +14,7 @@ from vision_cases import FAMILIES, Turns, paths  # noqa: F401
 
 from verl_prefix import message_ends, phased_update, response_hidden_states, response_log_probs
 from verl_prefix.core.plan import PhasedPass
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.testing.rollouts import flatten

@@ -13,7 +13,7 @@ from verl_prefix.auto.pipeline import Round, Work, timeline
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
-from verl_prefix.core.waves import make_plan, pad_to_same_passes
+from verl_prefix.core.planning import make_plan, pad_to_same_passes
 
 # A token costs what it costs; no pairs and no lm_head, so that a saving of tokens is one of time.
 SHAPE = ModelShape(

@@ -13,7 +13,7 @@ from verl_prefix.auto.calibration import calibrate
 from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, kept_by, model_shape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, _EmptyCache, mixer_of
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.testing import write_tiny_model

@@ -15,7 +15,7 @@ from tree_models import FAMILIES, equal_hf, error, measure, small  # noqa: F401
 
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.testing.rollouts import flatten, turn_rollouts
 
 

@@ -20,8 +20,8 @@ from tree_models import FAMILIES, TWINS, equal_hf, error, measure, small  # noqa
 
 from verl_prefix.core import layout as layout_module
 from verl_prefix.core.groups import Group
+from verl_prefix.core.planning import make_plan
 from verl_prefix.core.trees import Hashes, cuts_at, group_trees, mix_rows
-from verl_prefix.core.waves import make_plan
 
 PIECES = dict(schedule="phased", budget=50, wave_tokens=12, nests=False)
 RUNS = {

@@ -25,7 +25,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.backends import fsdp
 from verl_prefix.core.errors import add_note, annotate_backwards, annotate_errors
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.engine import headroom, outputs
 from verl_prefix.engine import paths as engine_paths
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
