@@ -62,7 +62,7 @@ def test_no_gradient_is_lost_where_nobody_asks_for_a_wave_after_the_last(rows):
     model, rows = build(vocab_size=VOCAB), rollouts(rows)
     plan = make_plan(flatten(rows, torch.device("cpu"))[2], 40, "phased", wave_tokens=9)
     assert isinstance(plan.passes[-1].nested[-1], PhasedPass)
-    ours = run_waves(model, rows, num=plan.num_steps, max_tokens=40, wave_tokens=9)
+    ours = run_waves(model, rows, num=plan.num_losses, max_tokens=40, wave_tokens=9)
     assert error(ours, by_hf(model, rows)) < 1e-9
 
 

@@ -71,7 +71,7 @@ def test_what_nests_is_computed_once_and_fits(rows, seed, budget, schedule, wave
     for one in plan.passes:
         if isinstance(one, PhasedPass) and one.nested:
             walk(one, 0)
-            assert sum(each.num_tokens for each in Plan((one,)).every) == _whole(groups, one).num_physical_tokens
+            assert sum(each.num_tokens for each in Plan((one,)).all_passes) == _whole(groups, one).num_physical_tokens
             wanted = sorted(row for group in one.groups for row in group.rows)
             assert sorted(seen) == wanted
             seen.clear()

@@ -229,7 +229,7 @@ def phased_update(
 @contextmanager
 def _waves(schedule: Schedule, batch: Batch, plan: Plan) -> Iterator[Iterator[Wave]]:
     """The context of `phased_update`."""
-    planned, num_waves = plan.phased, plan.num_steps
+    planned, num_waves = plan.phased, plan.num_losses
     missing = num_waves
 
     def iterate(phases: ExitStack, forwards: Iterator[PassOutputs]) -> Generator[Wave, None, None]:

@@ -315,6 +315,6 @@ def peak_bytes(
             added.packed(one) + resident if isinstance(one, PackedPass) else added.phased(one, alive)
             for one in plan.passes
         ]
-        several = len(plan.every) > 1 or bool(plan.waves)
+        several = len(plan.all_passes) > 1 or bool(plan.waves)
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)

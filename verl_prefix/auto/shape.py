@@ -129,7 +129,7 @@ class ModelShape:
                 again in backward for the tokens before the last chunk. None: log-probs.
         """
         passes = []
-        for planned in plan.every:
+        for planned in plan.all_passes:
             passes.append(self.pass_of(planned.groups, suffixes=isinstance(planned, PackedPass)))
             if isinstance(planned, PhasedPass):
                 waves = ([piece for _, piece in wave] for wave in planned.waves)

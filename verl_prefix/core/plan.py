@@ -66,7 +66,7 @@ class PhasedPass:
 
     @property
     def depth(self) -> int:
-        """How many passes are in one another, it among them."""
+        """How many passes are nested in one another, this pass among them."""
         return 1 + _depth(self.nested)
 
 
@@ -96,27 +96,27 @@ class Plan:
         return packed_and_phased(self.passes)[1]
 
     @property
-    def every(self) -> list[PackedPass | PhasedPass]:
-        """All passes, each phased one before those that are nested in it."""
-        return [each for one in self.passes for each in _with_nested(one)]
+    def all_passes(self) -> list[PackedPass | PhasedPass]:
+        """All passes, nested ones too; each phased pass stands before the passes that are nested in it."""
+        return [each for planned in self.passes for each in _with_nested(planned)]
 
     @property
     def waves(self) -> list[Wave]:
-        return [wave for one in self.every if isinstance(one, PhasedPass) for wave in one.waves]
+        return [wave for planned in self.all_passes if isinstance(planned, PhasedPass) for wave in planned.waves]
 
     @property
-    def num_steps(self) -> int:
-        """Number of forwards whose outputs rows read: packed passes and waves."""
-        return sum(isinstance(one, PackedPass) for one in self.every) + len(self.waves)
+    def num_losses(self) -> int:
+        """Number of forwards that end in a loss: packed passes and waves."""
+        return sum(isinstance(planned, PackedPass) for planned in self.all_passes) + len(self.waves)
 
     @property
     def depth(self) -> int:
-        """How many passes are in one another; 1: none nests."""
+        """How many passes are nested in one another; 1: none nests."""
         return _depth(self.passes)
 
     @property
     def num_physical_tokens(self) -> int:
-        return sum(one.num_tokens for one in self.every)
+        return sum(planned.num_tokens for planned in self.all_passes)
 
     @property
     def rounds(self) -> list[list[PhasedPass]]:
@@ -131,29 +131,29 @@ class Plan:
         def longer(group: Group) -> Group:
             return replace(group, suffix_lens=tuple(n + 1 for n in group.suffix_lens))
 
-        def of_pass(one: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
-            groups = tuple(map(longer, one.groups))
-            if isinstance(one, PackedPass):
-                return replace(one, groups=groups)
-            waves = tuple(tuple((number, longer(group)) for number, group in wave) for wave in one.waves)
-            return replace(one, groups=groups, waves=waves, nested=tuple(map(of_pass, one.nested)))
+        def longer_pass(planned: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
+            groups = tuple(map(longer, planned.groups))
+            if isinstance(planned, PackedPass):
+                return replace(planned, groups=groups)
+            waves = tuple(tuple((number, longer(group)) for number, group in wave) for wave in planned.waves)
+            return replace(planned, groups=groups, waves=waves, nested=tuple(map(longer_pass, planned.nested)))
 
-        return replace(self, passes=tuple(map(of_pass, self.passes)))
+        return replace(self, passes=tuple(map(longer_pass, self.passes)))
 
 
 def packed_and_phased(passes: Sequence[PackedPass | PhasedPass]) -> tuple[list[PackedPass], list[PhasedPass]]:
-    """The packed ones, then the phased ones, each in their order."""
-    packed = [one for one in passes if isinstance(one, PackedPass)]
-    return packed, [one for one in passes if isinstance(one, PhasedPass)]
+    """Splits passes into packed and phased passes, each in their order."""
+    packed = [planned for planned in passes if isinstance(planned, PackedPass)]
+    return packed, [planned for planned in passes if isinstance(planned, PhasedPass)]
 
 
 def _depth(passes: Sequence[PackedPass | PhasedPass]) -> int:
-    return max((one.depth if isinstance(one, PhasedPass) else 1 for one in passes), default=0)
+    return max((planned.depth if isinstance(planned, PhasedPass) else 1 for planned in passes), default=0)
 
 
-def _with_nested(one: PackedPass | PhasedPass) -> Iterator[PackedPass | PhasedPass]:
-    yield one
-    for nested in one.nested if isinstance(one, PhasedPass) else ():
+def _with_nested(planned: PackedPass | PhasedPass) -> Iterator[PackedPass | PhasedPass]:
+    yield planned
+    for nested in planned.nested if isinstance(planned, PhasedPass) else ():
         yield from _with_nested(nested)
 
 
@@ -165,9 +165,9 @@ def largest_wave(plan: Plan) -> int:
 def most_outputs(plan: Plan) -> int:
     """The most tokens of one forward of the plan that can go through lm_head."""
     outputs = [largest_wave(plan)]
-    for one in plan.every:
-        suffixes = (group.num_suffix_tokens for group in one.groups if isinstance(one, PackedPass))
-        outputs.append(sum(group.num_strand_outputs for group in one.groups) + sum(suffixes))
+    for planned in plan.all_passes:
+        suffixes = (group.num_suffix_tokens for group in planned.groups if isinstance(planned, PackedPass))
+        outputs.append(sum(group.num_strand_outputs for group in planned.groups) + sum(suffixes))
     return max(outputs)
 
 

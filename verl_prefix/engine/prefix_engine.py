@@ -199,7 +199,7 @@ class PrefixEngine:
         if ranks.has_outputs:
             outputs, indices = mini_batch.outputs(plan)
             output = postprocess_batch_func(outputs, indices, data=rows.data)
-            even_out(output["metrics"], outputs, plan.num_steps)
+            even_out(output["metrics"], outputs, plan.num_losses)
         if loss.needs_a_token:
             same_sums(output["metrics"], ranks.data)
         if output["model_output"] and mini_batch.token_outputs.tokens.records:

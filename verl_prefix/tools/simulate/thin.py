@@ -45,7 +45,7 @@ def thinned(
 
     def cost(one: PackedPass | PhasedPass) -> float:
         inside = Plan((one,))
-        shown = seeing([group.rows[0] for each in inside.every for group in each.groups])
+        shown = seeing([group.rows[0] for each in inside.all_passes for group in each.groups])
         return shown + RATES.seconds(shape, shape.passes_of(inside))
 
     def of_wave(wave: Wave) -> float:
