@@ -160,17 +160,19 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
 def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tokens):
     groups = pass_order(groups_of(shape))
     waves = make_waves(groups, wave_tokens)
-    seen = [(i, row) for wave in waves for i, piece in wave for row in piece.rows]
-    assert seen == [(i, row) for i, group in enumerate(groups) for row in group.rows]
+    seen = [row for wave in waves for piece in wave for row in piece.rows]
+    assert seen == [row for group in groups for row in group.rows]
     starts = [sum(group.num_strand_tokens for group in groups[:i]) for i in range(len(groups))]
     for wave in waves:
-        lens = [n for _, piece in wave for n in piece.suffix_lens]
+        lens = [n for piece in wave for n in piece.suffix_lens]
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
         offsets = offsets_of(groups_of(shape))
         source = build_layout(groups, offsets, suffixes=False)
-        layout = build_layout([piece for _, piece in wave], offsets, source, strands=False)
+        layout = build_layout(wave, offsets, source, strands=False)
         assert layout.num_strand_tokens == 0 and layout.num_tokens == sum(lens)
-        sharing = [i for i, piece in wave if piece.num_suffix_tokens and piece.num_strand_tokens]
+        numbers = [next(i for i, group in enumerate(groups) if piece.rows[0] in group.rows) for piece in wave]
+        assert [groups[i].strands for i in numbers] == [piece.strands for piece in wave]
+        sharing = [i for i, piece in zip(numbers, wave, strict=True) if piece.num_suffix_tokens and piece.strands]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].num_strand_tokens)]
         found = [positions_of(p.tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:] for p in call.prefixes]
         assert found == ([keys] if keys else [])
@@ -229,7 +231,7 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
     prefixes = build_layout(groups, offsets, suffixes=False)
     assert keys_read(prefixes, window, prefixes.places) == [expected(place) for place in prefixes.places.tolist()]
     for wave in make_waves(groups, wave_tokens):
-        layout = build_layout([piece for _, piece in wave], offsets, prefixes, strands=False)
+        layout = build_layout(wave, offsets, prefixes, strands=False)
         assert keys_read(layout, window, prefixes.places) == [expected(place) for place in layout.places.tolist()]
 
 
@@ -305,7 +307,7 @@ def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, sche
         room = budget if offload else budget - wave_tokens if is_heeded else budget // 2
         assert prefixes <= room or len(phased.groups) == 1
         for wave in phased.waves:
-            lens = [n for _, piece in wave for n in piece.suffix_lens if n]
+            lens = [n for piece in wave for n in piece.suffix_lens if n]
             is_one_row = len(lens) == 1 and (offload or len(phased.groups) == 1)
             assert prefixes * (not offload) + sum(lens) <= budget or is_one_row
             assert not is_heeded or sum(lens) <= wave_tokens or len(lens) == 1

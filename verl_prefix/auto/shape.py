@@ -132,8 +132,7 @@ class ModelShape:
         for planned in plan.all_passes:
             passes.append(self.pass_of(planned.groups, suffixes=isinstance(planned, PackedPass)))
             if isinstance(planned, PhasedPass):
-                waves = ([piece for _, piece in wave] for wave in planned.waves)
-                passes += [self.pass_of(wave, prefixes=False) for wave in waves]
+                passes += [self.pass_of(wave, prefixes=False) for wave in planned.waves]
         if logits_chunk is None:
             return passes
         # One forward more, of three that forward and backward cost.

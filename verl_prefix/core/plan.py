@@ -8,9 +8,8 @@ from verl_prefix.core.groups import Group
 
 Item = TypeVar("Item")
 
-# One phase-B micro-batch: for each of its groups, (number among the phased pass's groups, that group with only those
-# rows whose suffixes the wave computes).
-Wave = tuple[tuple[int, Group], ...]
+# One phase-B micro-batch: groups of the phased pass, each with only those rows whose suffixes the wave computes.
+Wave = tuple[Group, ...]
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,9 @@ class PhasedPass:
     def tokens_of_groups(self) -> list[tuple[Group, int]]:
         """Groups, and how many tokens phase A and waves compute of each, without those of nested passes."""
         tokens = [group.num_strand_tokens for group in self.groups]
-        for number, piece in (pair for wave in self.waves for pair in wave):
-            tokens[number] += piece.num_suffix_tokens
+        number_of = {row: number for number, group in enumerate(self.groups) for row in group.rows}
+        for piece in (piece for wave in self.waves for piece in wave):
+            tokens[number_of[piece.rows[0]]] += piece.num_suffix_tokens
         return list(zip(self.groups, tokens, strict=True))
 
     @property
@@ -135,7 +135,7 @@ class Plan:
             groups = tuple(map(longer, planned.groups))
             if isinstance(planned, PackedPass):
                 return replace(planned, groups=groups)
-            waves = tuple(tuple((number, longer(group)) for number, group in wave) for wave in planned.waves)
+            waves = tuple(tuple(map(longer, wave)) for wave in planned.waves)
             return replace(planned, groups=groups, waves=waves, nested=tuple(map(longer_pass, planned.nested)))
 
         return replace(self, passes=tuple(map(longer_pass, self.passes)))
@@ -159,7 +159,7 @@ def _with_nested(planned: PackedPass | PhasedPass) -> Iterator[PackedPass | Phas
 
 def largest_wave(plan: Plan) -> int:
     """Suffix tokens of the plan's largest wave; 0 without waves."""
-    return max((sum(piece.num_suffix_tokens for _, piece in wave) for wave in plan.waves), default=0)
+    return max((sum(piece.num_suffix_tokens for piece in wave) for wave in plan.waves), default=0)
 
 
 def most_outputs(plan: Plan) -> int:

@@ -70,7 +70,7 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
                 used = 0
             used += num_tokens
             waves[-1][number] = waves[-1].get(number, (start, end))[0], end
-    return tuple(tuple((number, groups[number].of(range(*rows))) for number, rows in wave.items()) for wave in waves)
+    return tuple(tuple(groups[number].of(range(*rows)) for number, rows in wave.items()) for wave in waves)
 
 
 def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:

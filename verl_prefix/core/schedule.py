@@ -156,5 +156,5 @@ def wave_layouts(tokens: TokenBatch, planned: PhasedPass, source: Layout) -> Ite
         source: the packed row of phase A.
     """
     for at, wave in enumerate(planned.waves, start=1):
-        layout = build_layout([piece for _, piece in wave], tokens.offsets, source, strands=False)
+        layout = build_layout(wave, tokens.offsets, source, strands=False)
         yield layout, f"wave {at} of {len(planned.waves)}"
