@@ -427,8 +427,8 @@ def rows_swapped(monkeypatch):
 
 
 def labels_one_late(monkeypatch):
-    outputs = Batch.outputs
-    monkeypatch.setattr(Batch, "outputs", lambda self, place, logits: outputs(self, (place - 1).clamp(0), logits))
+    of_logits = Batch.of_logits
+    monkeypatch.setattr(Batch, "of_logits", lambda self, place, logits: of_logits(self, (place - 1).clamp(0), logits))
 
 
 def temperature_forgotten(monkeypatch):

@@ -205,5 +205,5 @@ def test_broken_maths_is_far_off(monkeypatch, name):
 
 
 def test_a_schedule_keeps_and_offloads_nothing_unasked():
-    plain = Schedule(PackedForward(model=None, outputs=None))
+    plain = Schedule(PackedForward(model=None, of_logits=None))
     assert not plain.forward.keep_attention and not plain.offload

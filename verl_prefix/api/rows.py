@@ -163,7 +163,7 @@ class Batch:
         budget = max_tokens or 2 * self.num_tokens + (wave_tokens or 0)
         return make_plan(self.groups, budget, schedule=schedule, wave_tokens=wave_tokens, offload=offload)
 
-    def outputs(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def of_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """[n, 1 or 2]: the log-prob of the token behind each of the batch's tokens `index` [n], and, if asked for, the
         entropy there; `logits` [n, vocabulary]."""
         labels = self.tokens.input_ids[index + 1].unsqueeze(-1)
@@ -197,7 +197,7 @@ class HiddenBatch(Batch):
     num_behind = 1
     reads_head = False
 
-    def outputs(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def of_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The hidden states, which `HiddenStateModel` has in place of logits."""
         return logits
 

@@ -15,12 +15,11 @@ from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
 
-# (tokens' places in the batch [n], their logits [n, vocabulary]) -> what the loss needs of each [n, k]
-Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# The same, of tokens that are named by their numbers among `head_tokens` [n], since a model knows no places.
-HeadOutputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# (numbers of tokens [n], their logits [n, vocabulary]) -> what the loss needs of each token [n, k]: the pass's outputs.
+# `PackedForward` numbers tokens by their places in the batch. A model knows no places, and counts its head tokens.
+LogitsFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LOGITS_CHUNK = 4096  # tokens whose logits exist at once, where nobody says otherwise
-_OUTPUTS = "outputs"  # key of the prefix cache: what `Outputs` made of strands' tokens
+_OUTPUTS = "outputs"  # key of the prefix cache: outputs of strand tokens
 
 
 class PassOutputs(NamedTuple):
@@ -57,12 +56,12 @@ class Model(Protocol):
 
     def token_outputs(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, head_tokens: torch.Tensor,
-        attention_pass: AttentionPass, outputs: HeadOutputs | None, logits_chunk: int,
+        attention_pass: AttentionPass, of_logits: LogitsFn | None, logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Runs a packed row [T] forward; returns what `outputs` makes of the logits of `head_tokens` [n]: [n, k].
+        """Runs a packed row [T] forward; returns the outputs [n, k] of `head_tokens` [n].
 
-        With `outputs` None nobody reads the result. It is [n, 1], without lm_head, and a backward can start from it."""
+        With `of_logits` None nobody reads the result. It is [n, 1], without lm_head; a backward can start from it."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class PackedForward:
 
     Attributes:
         model: hooked up for grouped attention; see `Model`.
-        outputs: what the loss needs of logits, per token (log-prob, entropy); gets `logits_chunk` tokens at most.
+        of_logits: makes outputs (log-prob, entropy) of the logits of at most `logits_chunk` tokens at a time.
         context: context of one forward and its loss, not of backward (autocast).
         kernel: name for `kernels.choose_kernel`.
         logits_chunk: tokens whose logits exist at once.
@@ -106,7 +105,7 @@ class PackedForward:
     """
 
     model: Model
-    outputs: Outputs
+    of_logits: LogitsFn
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     kernel: str = "auto"
     logits_chunk: int = LOGITS_CHUNK
@@ -134,11 +133,11 @@ class PackedForward:
             layout, self.kernel, capture=cache, caches=around, keep_attention=keep_attention
         )
         head_tokens = torch.tensor([layout.num_tokens - 1])
-        outputs: Outputs | None = _sum_logits if with_head else None
+        of_logits: LogitsFn | None = _sum_logits if with_head else None
         if layout.reads is not None:
-            head_tokens, outputs = layout.head_tokens, self.outputs
+            head_tokens, of_logits = layout.head_tokens, self.of_logits
         with self.context():
-            result = self._run(tokens, head_tokens, attention_pass, outputs)
+            result = self._run(tokens, head_tokens, attention_pass, of_logits)
             if layout.reads is None or self.model.is_early_stage:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
@@ -150,8 +149,8 @@ class PackedForward:
             layout = layout.reading(tokens.is_read)
         attention_pass = self.pass_type(layout, self.kernel, caches=caches, keep_attention=self.keep_attention)
         with self.context():
-            of_tokens = self.outputs if layout.groups else _sum_logits
-            outputs = self._run(tokens, layout.head_tokens, attention_pass, of_tokens)
+            of_logits = self.of_logits if layout.groups else _sum_logits
+            outputs = self._run(tokens, layout.head_tokens, attention_pass, of_logits)
             return PassOutputs(layout, self._read(outputs, layout, caches))
 
     def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
@@ -177,9 +176,9 @@ class PackedForward:
         return both
 
     def _run(
-        self, tokens: TokenBatch, head_tokens: torch.Tensor, attention_pass: AttentionPass, outputs: Outputs | None
+        self, tokens: TokenBatch, head_tokens: torch.Tensor, attention_pass: AttentionPass, of_logits: LogitsFn | None
     ) -> torch.Tensor:
-        """What `outputs` makes of the packed row's `head_tokens`: see `Model.token_outputs`."""
+        """Runs the model on a packed row; returns outputs of `head_tokens` as of `Model.token_outputs`."""
         device, layout = tokens.input_ids.device, attention_pass.layout
         places, shards = layout.places, None
         if self.sequence_group is not None:
@@ -191,12 +190,12 @@ class PackedForward:
         places, head_tokens = on_device(places, device), on_device(head_tokens, device)
         attention_pass.head_tokens = head_tokens
         head_places = places[head_tokens]
-        of_head = outputs and (lambda number, logits: outputs(head_places[number], logits))
+        of_head = of_logits and (lambda numbers, logits: of_logits(head_places[numbers], logits))
         prefixes = () if layout.in_wave else layout.groups
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
             tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=head_tokens,
-            attention_pass=attention_pass, outputs=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
+            attention_pass=attention_pass, of_logits=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
         if tokens.records and layout.groups:
             _record(tokens, attention_pass)
@@ -212,5 +211,5 @@ def _record(tokens: TokenBatch, attention_pass: AttentionPass) -> None:
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """`Outputs` of a dummy, which gives a gradient to the same parameters as a real pass on other ranks."""
+    """The `LogitsFn` of a dummy, which gives a gradient to the same parameters as a real pass on other ranks."""
     return logits.sum(-1, keepdim=True)
