@@ -151,7 +151,7 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
         assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.num_strand_tokens for g in sharing]
         assert [b - a for a, b in zip(cross.q, cross.q[1:], strict=False)] == [g.num_suffix_tokens for g in sharing]
         assert (
-            build_layout(groups, offsets, suffixes=False).places.tolist()
+            build_layout(groups, offsets, "phase_a").places.tolist()
             == layout.places[: layout.num_strand_tokens].tolist()
         )
 
@@ -167,8 +167,8 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         lens = [n for piece in wave for n in piece.suffix_lens]
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
         offsets = offsets_of(groups_of(shape))
-        source = build_layout(groups, offsets, suffixes=False)
-        layout = build_layout(wave, offsets, source, strands=False)
+        source = build_layout(groups, offsets, "phase_a")
+        layout = build_layout(wave, offsets, "wave", source)
         assert layout.num_strand_tokens == 0 and layout.num_tokens == sum(lens)
         numbers = [next(i for i, group in enumerate(groups) if piece.rows[0] in group.rows) for piece in wave]
         assert [groups[i].strands for i in numbers] == [piece.strands for piece in wave]
@@ -186,7 +186,7 @@ def keys_read(layout, window, prefix_place):
         if call.own is not None:
             keys[call.own] = layout.places
         parts = [*prefix_place.tensor_split(layout.part_starts[1:])]
-        if layout.source:
+        if layout.around:
             parts[-1] = layout.places
         for prefix in call.prefixes:
             keys[prefix.at] = parts[prefix.part][prefix.tokens]
@@ -228,10 +228,10 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
     assert keys_read(packed, window, packed.places) == [expected(place) for place in packed.places.tolist()]
     if not any(group.num_strand_tokens for group in groups):
         return
-    prefixes = build_layout(groups, offsets, suffixes=False)
+    prefixes = build_layout(groups, offsets, "phase_a")
     assert keys_read(prefixes, window, prefixes.places) == [expected(place) for place in prefixes.places.tolist()]
     for wave in make_waves(groups, wave_tokens):
-        layout = build_layout(wave, offsets, prefixes, strands=False)
+        layout = build_layout(wave, offsets, "wave", prefixes)
         assert keys_read(layout, window, prefixes.places) == [expected(place) for place in layout.places.tolist()]
 
 
@@ -239,7 +239,7 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     """Of three rows, whose suffixes begin at 4, 11 and 18 of the batch, the last one of a single token."""
     groups = [Group.of_prompt((0, 1), 4, (2, 2)), Group.of_prompt((2,), 4, (1,))]
     layout, is_read = build_layout(groups, [0, 7, 14, 20]), torch.zeros(20, dtype=torch.bool)
-    one = build_layout(groups[1:], [0, 7, 14, 20], suffixes=True)
+    one = build_layout(groups[1:], [0, 7, 14, 20])
     is_read[[5, 18]] = True
     found = layout.reading(is_read)
     assert found.reads.places.tolist() == [5, 18] and found.head_tokens.tolist() == [9, 12]
@@ -247,8 +247,8 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     assert layout.reading(~is_read).reads.places.tolist() == [4, 11, 12]
     nothing = layout.reading(torch.zeros_like(is_read))
     assert nothing.reads.places.tolist() == [4] and nothing.head_tokens.tolist() == [8]
-    source = build_layout(groups[1:], [0, 7, 14, 20], suffixes=False)
-    wave = build_layout(groups[1:], [0, 7, 14, 20], source, strands=False).reading(torch.zeros_like(is_read))
+    source = build_layout(groups[1:], [0, 7, 14, 20], "phase_a")
+    wave = build_layout(groups[1:], [0, 7, 14, 20], "wave", source).reading(torch.zeros_like(is_read))
     assert wave.reads.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
 
 

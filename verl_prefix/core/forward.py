@@ -191,7 +191,7 @@ class PackedForward:
         attention_pass.head_tokens = head_tokens
         head_places = places[head_tokens]
         of_head = of_logits and (lambda numbers, logits: of_logits(head_places[numbers], logits))
-        prefixes = () if layout.in_wave else layout.groups
+        prefixes = () if layout.kind == "wave" else layout.groups
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
             tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=head_tokens,

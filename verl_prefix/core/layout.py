@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -35,6 +35,9 @@ from verl_prefix.core.calls import (
     ranges,
 )
 from verl_prefix.core.groups import Fork, Group
+
+# What a packed row has: strands and suffixes; strands alone; suffixes alone, whose strands a phase A computes.
+Kind = Literal["packed", "phase_a", "wave"]
 
 
 class Reads(NamedTuple):
@@ -61,25 +64,26 @@ class Layout:
         num_strand_tokens: the first tokens, which are strands.
         segments: the strands, then the suffixes.
         groups: those whose rows it computes; none in a dummy.
-        starts: where strands begin in the prefix source, by the place of their first token; those around it, too.
+        strand_starts: where each strand begins in the prefix source, by the place of its first token; strands of the
+            packed rows around this one, too.
         reads: outputs that rows read; None: those of all suffix tokens.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
             segments continue them, in the order of their ends.
-        source: of a wave or a nested pass, the packed row of the phase A around it; else None.
+        around: of a wave or a nested pass, the packed row of the phase A around it; else None.
         num_strands: the first segments, which are strands.
-        in_wave: it has suffixes alone, as the packed rows beside it on other ranks.
+        kind: what it has, as the packed rows beside it on other ranks; also of a dummy.
     """
 
     places: torch.Tensor
     num_strand_tokens: int
     segments: tuple[Segment, ...]
     groups: tuple[Group, ...] = ()
-    starts: Mapping[int, int] = field(default_factory=dict)
+    strand_starts: Mapping[int, int] = field(default_factory=dict)
     reads: Reads | None = None
     state_paths: tuple[Path, ...] = ()
-    source: "Layout | None" = None
+    around: "Layout | None" = None
     num_strands: int = 0
-    in_wave: bool = False
+    kind: Kind = "packed"
     _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
     _continued: dict[tuple[bool, torch.device], list[tuple[int, torch.Tensor, torch.Tensor]]] = built_once()
     _last_tokens: dict[tuple[int, torch.device], torch.Tensor] = built_once()
@@ -88,10 +92,10 @@ class Layout:
     def num_tokens(self) -> int:
         return len(self.places)
 
-    @functools.cached_property
+    @property
     def sources(self) -> "tuple[Layout, ...]":
         """The packed rows around this one, the outermost first, and this one: the parts of the prefix source."""
-        return (*(self.source.sources if self.source else ()), self)
+        return (*(self.around.sources if self.around else ()), self)
 
     @functools.cached_property
     def part_starts(self) -> tuple[int, ...]:
@@ -99,7 +103,7 @@ class Layout:
         return tuple(accumulate((one.num_strand_tokens for one in self.sources[:-1]), initial=0))
 
     @property
-    def first(self) -> int:
+    def own_start(self) -> int:
         """Where this packed row's own strands begin in the prefix source."""
         return self.part_starts[-1]
 
@@ -134,7 +138,7 @@ class Layout:
         """
         rounds: list[list[tuple[int, int, int]]] = []
         round_of: dict[int, int] = {}
-        ends, end = list(self.state_numbers), self.first
+        ends, end = list(self.state_numbers), self.own_start
         for segment in self.segments[: self.num_strands]:
             start, path_end, end = end, end_of(segment.path), end + segment.length
             for cut in ends[bisect_right(ends, start) : bisect_right(ends, end)]:
@@ -174,13 +178,13 @@ class Layout:
         counted from 1. Those before them are numbers below 0, of the inputs before the strand that the path begins
         with here: -1 - x for input x of [strands, length]. Where there are fewer, zeros stand in front."""
         if (length, device) not in self._last_tokens:
-            firsts = accumulate((one.length for one in self.segments[: self.num_strands]), initial=self.first)
+            firsts = accumulate((one.length for one in self.segments[: self.num_strands]), initial=self.own_start)
             strand_of = {first: i for i, first in enumerate(firsts)}
             tails = []
             for path in self.state_paths:
-                own_tokens = _tokens_from(path, self.first)
-                own = ranges(last_of(path, min(length, own_tokens))) - self.first + 1
-                strand = strand_of[next(max(start, self.first) for start, n in path if start + n > self.first)]
+                own_tokens = _tokens_from(path, self.own_start)
+                own = ranges(last_of(path, min(length, own_tokens))) - self.own_start + 1
+                strand = strand_of[next(max(start, self.own_start) for start, n in path if start + n > self.own_start)]
                 before = -1 - strand * length - torch.arange(length)
                 before = before if self.segments[strand].path else torch.zeros_like(before)
                 tails.append(torch.cat([before[len(own) :], own]))
@@ -223,51 +227,67 @@ def pass_order(groups: Sequence[Group]) -> list[Group]:
     return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.num_strand_tokens == 0)
 
 
+class _Row(NamedTuple):
+    """A row of a packed row.
+
+    Attributes:
+        offset: the place of its first token.
+        fork_start: number of tokens before its suffix, which strands have.
+        first_output: the first of its tokens whose output it reads.
+        path: where the tokens before its suffix are.
+    """
+
+    offset: int
+    fork_start: int
+    suffix_len: int
+    first_output: int
+    path: Path
+
+
 def build_layout(
-    groups: Sequence[Group],
-    offsets: Sequence[int],
-    source: Layout | None = None,
-    strands: bool = True,
-    suffixes: bool = True,
+    groups: Sequence[Group], offsets: Sequence[int], kind: Kind = "packed", around: Layout | None = None
 ) -> Layout:
     """Builds the packed row of `groups`, best in `pass_order`. Where there is nothing to compute it is a dummy: one
     token of the batch that reads itself, which keeps a rank's collectives in step.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        source: for a wave or a nested pass: the packed row of the phase A around it, which has strands of these groups.
-        strands: False for a wave, which has suffixes alone.
-        suffixes: False for phase A, which has strands alone.
+        around: for a wave or a nested pass: the packed row of the phase A around it, which has strands of these groups.
     """
-    starts = dict(source.starts) if source else {}
-    own_first = end = source.first + source.num_strand_tokens if source else 0
-    nodes, leaves, rows = [], [], []
+    strand_starts = dict(around.strand_starts) if around else {}
+    own_start = end = around.own_start + around.num_strand_tokens if around else 0
+    strands, suffixes, rows = [], [], []
     for group in groups:
         places = [int(offsets[strand.row]) + strand.start for strand in group.strands]
-        own = [*zip(places, group.strands, strict=True)][group.outer :] if strands else []
+        own = [*zip(places, group.strands, strict=True)][group.outer :] if kind != "wave" else []
         for place, strand in own:
-            starts[place] = end
+            strand_starts[place] = end
             end += strand.end - strand.start
-        paths = _paths(group, [starts[place] for place in places])
+        paths = _paths(group, [strand_starts[place] for place in places])
         for place, strand in own:
-            nodes.append((place, Segment(strand.end - strand.start, paths[Fork(strand.parent, strand.start)])))
-        for row, fork, suffix_len, first in zip(
+            strands.append((place, Segment(strand.end - strand.start, paths[Fork(strand.parent, strand.start)])))
+        for row, fork, suffix_len, first_output in zip(
             group.rows, group.forks, group.suffix_lens, group.first_outputs, strict=True
         ):
-            rows.append((int(offsets[row]), fork.start, suffix_len, first, paths[fork]))
+            rows.append(_Row(int(offsets[row]), fork.start, suffix_len, first_output, paths[fork]))
             if suffix_len:
-                leaves.append((int(offsets[row]) + fork.start, Segment(suffix_len, paths[fork])))
-    chosen = [*nodes, *(leaves if suffixes else ())]
-    if not chosen:
-        return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), starts=starts, in_wave=not strands)
-    state_paths = {segment.path for _, segment in [*nodes, *leaves] if end_of(segment.path) > own_first}
+                suffixes.append((int(offsets[row]) + fork.start, Segment(suffix_len, paths[fork])))
+    computed = [*strands, *(suffixes if kind != "phase_a" else ())]
+    if not computed:
+        return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), strand_starts=strand_starts, kind=kind)
+    state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > own_start}
     return Layout(
-        ranges([(start, segment.length) for start, segment in chosen]), end - own_first,
-        tuple(segment for _, segment in chosen), tuple(groups), starts,
-        reads=_reads(rows, own_first, end - own_first, suffixes),
-        state_paths=tuple(sorted(state_paths, key=end_of)) if strands else (), source=source, num_strands=len(nodes),
-        in_wave=not strands,
-    )  # fmt: skip
+        places=ranges([(place, segment.length) for place, segment in computed]),
+        num_strand_tokens=end - own_start,
+        segments=tuple(segment for _, segment in computed),
+        groups=tuple(groups),
+        strand_starts=strand_starts,
+        reads=_reads(rows, own_start, end - own_start, suffixes=kind != "phase_a"),
+        state_paths=tuple(sorted(state_paths, key=end_of)) if kind != "wave" else (),
+        around=around,
+        num_strands=len(strands),
+        kind=kind,
+    )
 
 
 def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
@@ -285,28 +305,24 @@ def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
     return paths
 
 
-def _reads(
-    rows: Sequence[tuple[int, int, int, int, Path]], first_strand: int, num_strand_tokens: int, suffixes: bool
-) -> Reads | None:
+def _reads(rows: Sequence[_Row], own_start: int, num_strand_tokens: int, suffixes: bool) -> Reads | None:
     """The outputs that rows read; None where they read those of all suffix tokens, or nothing.
 
     Args:
-        rows: of each row (place of its first token, tokens before its suffix, suffix tokens, the first of its tokens
-            whose output it reads, path before its suffix).
-        first_strand: where the packed row's own strands begin in the prefix source.
+        own_start: where the packed row's own strands begin in the prefix source.
         suffixes: False for phase A: of what others compute, it reads nothing.
     """
-    if all(start == first for _, start, _, first, _ in rows):
+    if all(row.fork_start == row.first_output for row in rows):
         return None
     places, tokens, own = [], [], num_strand_tokens
     for offset, start, suffix_len, first, path in rows:
-        own_tokens = _tokens_from(path, first_strand)
+        own_tokens = _tokens_from(path, own_start)
         num = max(start - first, 0)  # outputs of strands
         num = num if suffixes else min(num, own_tokens)
         of_strands, around = ranges(last_of(path, num)), max(num - own_tokens, 0)
         in_suffix = torch.arange(suffix_len if suffixes else 0)[max(first - start, 0) :]
         places += [offset + start - num + torch.arange(num), offset + start + in_suffix]
-        tokens += [-1 - of_strands[:around], of_strands[around:] - first_strand, own + in_suffix]
+        tokens += [-1 - of_strands[:around], of_strands[around:] - own_start, own + in_suffix]
         own += suffix_len
     return Reads(torch.cat(places), torch.cat(tokens)) if any(map(len, tokens)) else None
 

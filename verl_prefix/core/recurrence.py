@@ -78,7 +78,7 @@ def _scan_strands(
     """
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
-    first = layout.first
+    first = layout.own_start
     if inherited is not None:
         states = {end_of(one.path): state for one, state in zip(layout.segments, inherited, strict=False)}
     for runs, spans in layout.scan_rounds:
@@ -115,7 +115,7 @@ def shared_conv(
     of_segments = x.split(lens)
     before = [x.new_zeros(tail_len, x.shape[-1])] * len(of_segments)
     for i, strand in enumerate(layout.segments[:num]):
-        if end_of(strand.path) > layout.first:
+        if end_of(strand.path) > layout.own_start:
             assert tails is not None
             before[i] = tails[layout.state_numbers[end_of(strand.path)]]
         elif strand.path:

@@ -108,7 +108,7 @@ class Schedule:
     def _packed(
         self, tokens: TokenBatch, planned: PackedPass, around: _PhaseA | None, last: bool
     ) -> Generator[PassOutputs]:
-        layout = build_layout(planned.groups, tokens.offsets, around.layout if around else None)
+        layout = build_layout(planned.groups, tokens.offsets, around=around.layout if around else None)
         with self.meter.phase("packed", planned.groups, tokens.input_ids.device), self.gradient_sync(last):
             yield self.forward.packed_or_wave(tokens, layout, around.caches if around else ())
 
@@ -138,8 +138,8 @@ class Schedule:
         self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, around: _PhaseA | None = None
     ) -> tuple[Layout, torch.Tensor]:
         """Runs the prefixes of a pass; returns their packed row and the model's output, see `PackedForward.phase_a`."""
-        source, caches = (around.layout, around.caches) if around else (None, ())
-        layout = build_layout(planned.groups, tokens.offsets, source, suffixes=False)
+        layout_around, caches = (around.layout, around.caches) if around else (None, ())
+        layout = build_layout(planned.groups, tokens.offsets, "phase_a", layout_around)
         with self.meter.phase("phase_a", planned.groups, tokens.input_ids.device), cache.saving():
             if layout.reads is not None and tokens.is_read is not None:
                 layout = layout.reading(tokens.is_read)
@@ -149,12 +149,12 @@ class Schedule:
         return layout, output
 
 
-def wave_layouts(tokens: TokenBatch, planned: PhasedPass, source: Layout) -> Iterator[tuple[Layout, str]]:
+def wave_layouts(tokens: TokenBatch, planned: PhasedPass, around: Layout) -> Iterator[tuple[Layout, str]]:
     """Yields the packed row of each wave of a pass, and its name in words.
 
     Args:
-        source: the packed row of phase A.
+        around: the packed row of phase A.
     """
     for at, wave in enumerate(planned.waves, start=1):
-        layout = build_layout(wave, tokens.offsets, source, strands=False)
+        layout = build_layout(wave, tokens.offsets, "wave", around)
         yield layout, f"wave {at} of {len(planned.waves)}"
