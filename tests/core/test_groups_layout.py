@@ -185,19 +185,19 @@ def keys_read(layout, window, prefix_place):
         keys = torch.full((call.spans.k[-1],), -1)
         if call.own is not None:
             keys[call.own] = layout.places
-        parts = [*prefix_place.tensor_split(layout.part_starts[1:])]
+        levels = [*prefix_place.tensor_split(layout.level_starts[1:])]
         if layout.around:
-            parts[-1] = layout.places
+            levels[-1] = layout.places
         for prefix in call.prefixes:
-            keys[prefix.at] = parts[prefix.part][prefix.tokens]
+            keys[prefix.at] = levels[prefix.level][prefix.tokens]
             grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[prefix.at]
-            wanted, total = torch.zeros(2, len(parts[prefix.part]), dtype=torch.float64)
+            wanted, total = torch.zeros(2, len(levels[prefix.level]), dtype=torch.float64)
             wanted.index_add_(0, torch.arange(len(wanted))[prefix.tokens], grad)
             add_at(total, prefix.grad_at, prefix.summed(grad))
             assert torch.equal(total, wanted), "gradients of a token's copies are not its own"
-        assert (keys >= 0).all() and torch.equal(call.keys(parts), keys)
+        assert (keys >= 0).all() and torch.equal(call.keys(levels), keys)
         queries = torch.arange(layout.num_tokens)[call.queries].tolist()
-        for q0, q1, k0, k1 in call.spans.parts():
+        for q0, q1, k0, k1 in call.spans.by_segment():
             for i, query in enumerate(queries[q0:q1], start=q0):
                 end = k1 - (q1 - 1 - i) if call.causal else k1
                 start = k0 if call.window is None else max(k0, end - call.window)

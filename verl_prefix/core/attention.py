@@ -217,11 +217,11 @@ class GroupedAttention(torch.autograd.Function):
                 dq[at] += dq_call
             for prefix in call.prefixes:
                 grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
-                if prefix.part == len(caches):  # this packed row, its strands first
+                if prefix.level == len(caches):  # this packed row, its strands first
                     for total, grad in zip((dk, dv), grads, strict=True):
                         add_at(total[: layout.num_strand_tokens], prefix.grad_at, grad)
                 elif ctx.needs_input_grad[-1]:  # of the anchor: is anything before it trained?
-                    caches[prefix.part].add_grad(layer, prefix.grad_at, *grads)
+                    caches[prefix.level].add_grad(layer, prefix.grad_at, *grads)
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()

@@ -164,7 +164,7 @@ class PackedForward:
             return own
         both = outputs.new_empty(len(tokens), outputs.shape[-1])
         both = both.index_copy(0, on_device(is_own.nonzero()[:, 0], device), own)
-        starts = torch.tensor(layout.part_starts)
+        starts = torch.tensor(layout.level_starts)
         part_of = torch.searchsorted(starts, -1 - tokens, right=True) - 1
         for part, (source, cache) in enumerate(zip(layout.sources, caches, strict=False)):
             chosen = ~is_own & (part_of == part)

@@ -94,18 +94,18 @@ class Layout:
 
     @property
     def sources(self) -> "tuple[Layout, ...]":
-        """The packed rows around this one, the outermost first, and this one: the parts of the prefix source."""
+        """The packed rows around this one, the outermost first, and this one: one for each level."""
         return (*(self.around.sources if self.around else ()), self)
 
     @functools.cached_property
-    def part_starts(self) -> tuple[int, ...]:
+    def level_starts(self) -> tuple[int, ...]:
         """The first token of each of `sources` in the prefix source."""
         return tuple(accumulate((one.num_strand_tokens for one in self.sources[:-1]), initial=0))
 
     @property
     def own_start(self) -> int:
         """Where this packed row's own strands begin in the prefix source."""
-        return self.part_starts[-1]
+        return self.level_starts[-1]
 
     @property
     def multiplicity(self) -> torch.Tensor:
@@ -217,7 +217,7 @@ class Layout:
     def calls(self, params: AttentionParams, device: torch.device) -> tuple[Call, ...]:
         """A layer's kernel calls, the first over all queries; built once for all layers of the same `params`."""
         if (params, device) not in self._calls:
-            self._calls[params, device] = tuple(calls_of(self.segments, params, device, self.part_starts))
+            self._calls[params, device] = tuple(calls_of(self.segments, params, device, self.level_starts))
         return self._calls[params, device]
 
 
