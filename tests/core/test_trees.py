@@ -142,7 +142,7 @@ def labels_of_the_strand_s_row(patch):
 
     def off(*args):
         reads = made(*args)
-        return reads and reads._replace(tokens=reads.tokens.roll(1))
+        return reads and reads._replace(levels=reads.levels.roll(1), tokens=reads.tokens.roll(1))
 
     patch.setattr(layout_module, "_reads", off)
 

@@ -155,25 +155,26 @@ class PackedForward:
 
     def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
-        output, and those of phases A around."""
-        if self.model.is_early_stage or layout.reads is None or torch.equal(layout.reads.tokens, layout.head_tokens):
+        output, and outputs of phases A around."""
+        reads = layout.reads
+        if self.model.is_early_stage or reads is None:
             return outputs
-        device, tokens, is_own = outputs.device, layout.reads.tokens, layout.reads.tokens >= 0
-        own = outputs[on_device(torch.searchsorted(layout.head_tokens, tokens[is_own]), device)]
-        if is_own.all():
-            return own
-        both = outputs.new_empty(len(tokens), outputs.shape[-1])
-        both = both.index_copy(0, on_device(is_own.nonzero()[:, 0], device), own)
-        starts = torch.tensor(layout.level_starts)
-        part_of = torch.searchsorted(starts, -1 - tokens, right=True) - 1
-        for part, (source, cache) in enumerate(zip(layout.sources, caches, strict=False)):
-            chosen = ~is_own & (part_of == part)
-            if chosen.any():
-                index = torch.searchsorted(source.head_tokens, -1 - tokens[chosen] - starts[part])
-                (stored,) = cache.read(_OUTPUTS)
-                read = ReadPrefix.apply(stored, on_device(index, device), cache, _OUTPUTS)  # type: ignore[no-untyped-call]
-                both = both.index_copy(0, on_device(chosen.nonzero()[:, 0], device), read)
-        return both
+        read = outputs.new_empty(len(reads.tokens), outputs.shape[-1])
+        for level, source in enumerate(layout.sources):
+            chosen = reads.levels == level
+            if not chosen.any():
+                continue
+            wanted = reads.tokens[chosen]
+            index = on_device(torch.searchsorted(source.head_tokens, wanted), outputs.device)
+            if source is not layout:
+                (stored,) = caches[level].read(_OUTPUTS)
+                of_level: torch.Tensor = ReadPrefix.apply(stored, index, caches[level], _OUTPUTS)  # type: ignore[no-untyped-call]
+            else:
+                of_level = outputs if torch.equal(wanted, layout.head_tokens) else outputs[index]
+            if chosen.all():
+                return of_level
+            read = read.index_copy(0, on_device(chosen.nonzero()[:, 0], outputs.device), of_level)
+        return read
 
     def _run(
         self, tokens: TokenBatch, head_tokens: torch.Tensor, attention_pass: AttentionPass, of_logits: LogitsFn | None
