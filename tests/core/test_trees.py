@@ -225,7 +225,7 @@ def test_a_tree_is_cut_where_the_fewest_tokens_are_computed(rows, seed, budget):
             """Of all ways to cut the units from `first` on into ranges that fit: tokens and number of pieces."""
             found = [(0, 0)] if first == len(units) else []
             for after in range(first + 1, len(units) + 1):
-                piece = group.of(range(units[first][0], units[after - 1][1])).pruned()
+                piece = group.with_rows(range(units[first][0], units[after - 1][1])).pruned()
                 if after == first + 1 or piece.num_physical_tokens <= budget:
                     tokens, pieces = least(after)
                     found.append((piece.num_physical_tokens + tokens, pieces + 1))

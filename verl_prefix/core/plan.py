@@ -36,7 +36,8 @@ class PhasedPass:
     wave, there are dummies as in `PackedPass`.
 
     Passes may be nested in it. They run before phase C, read strands of phase A and of all phases A around it, and
-    compute those that follow. Then the groups here are those of `Group.top`, and theirs those of `Group.below`.
+    compute the strands that follow. Then the groups here are made by `Group.for_phase_a`, and those of nested passes by
+    `Group.for_nested_pass`.
 
     Attributes:
         groups: those whose prefixes phase A computes, with the rows of nested passes.

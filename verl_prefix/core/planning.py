@@ -55,7 +55,7 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
         cuts.append(best[cuts[-1]][3])
     if len(cuts) == 2:
         return [group]
-    return [group.of(range(units[i][0], units[j - 1][1])).pruned() for i, j in pairwise(cuts)]
+    return [group.with_rows(range(units[i][0], units[j - 1][1])).pruned() for i, j in pairwise(cuts)]
 
 
 def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
@@ -70,7 +70,7 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
                 used = 0
             used += num_tokens
             waves[-1][number] = waves[-1].get(number, (start, end))[0], end
-    return tuple(tuple(groups[number].of(range(*rows)) for number, rows in wave.items()) for wave in waves)
+    return tuple(tuple(groups[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
 
 
 def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
