@@ -1,6 +1,6 @@
-"""Budgets: which groups share a pass, how suffixes fall into waves, and the same counts on every rank.
+"""Makes plans: which groups share a pass, how suffixes fall into waves, and the same counts on every rank.
 
-A budget counts physical tokens, those that are computed. All here are pure functions of lengths, but for
+A budget counts physical tokens: tokens that are computed. All functions here are pure functions of lengths, but for
 `pad_to_same_passes`, which is a collective.
 """
 
@@ -8,8 +8,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
-from typing import TypeVar
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import pass_order
@@ -17,91 +17,6 @@ from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, first_fit, largest_wave, packed_and_phased
 
 Pass = TypeVar("Pass", bound=PackedPass | PhasedPass)
-
-
-def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
-    """Cuts the group between rows into pieces that fit the budget; with `suffixes=False` only their strands have to.
-
-    Of all ways to cut it takes that with the fewest tokens to compute; among those the fewest pieces; then, in trees,
-    that whose largest piece is smallest; then that whose first pieces are longest. A piece has at least one suffix,
-    however long that and its path are."""
-    if (group.num_physical_tokens if suffixes else group.num_strand_tokens) <= budget:
-        return [group]
-    if not suffixes and len(group.strands) < 2:  # every piece would have the same one
-        return [group]
-    units, outputs = list(group.units()), group.output_lens
-    # Of each unit: tokens of its suffix, and what its rows read of strands.
-    suffix = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
-    paths = [
-        [x for row in range(*unit) if outputs[row] for x in group.strands_before(group.forks[row])] for unit in units
-    ]
-    # The best way to cut the units from each one on: tokens, pieces, the largest piece, the unit after the first piece.
-    best = [(0, 0, 0, len(units))] * (len(units) + 1)
-    for first in reversed(range(len(units))):
-        used, have, found = 0, dict[int, int](), []
-        for unit in range(first, len(units)):
-            added = suffix[unit]
-            for strand, start, end in paths[unit]:
-                added += max(end - have.get(strand, start), 0)
-                have[strand] = max(end, have.get(strand, start))
-            if used and added and used + added > budget:
-                break
-            used += added
-            tokens, pieces, largest, _ = best[unit + 1]
-            found.append((used + tokens, pieces + 1, max(used, largest), unit + 1))
-        best[first] = min(found, key=lambda one: (*one[:2], one[2] * (len(group.strands) > 1), -one[3]))
-    cuts = [0]
-    while cuts[-1] < len(units):
-        cuts.append(best[cuts[-1]][3])
-    if len(cuts) == 2:
-        return [group]
-    return [group.with_rows(range(units[i][0], units[j - 1][1])).pruned() for i, j in pairwise(cuts)]
-
-
-def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
-    """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens, or of one suffix."""
-    waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # number of a group -> start and end of its rows
-    used = 0
-    for number, group in enumerate(groups):
-        for start, end in group.units():
-            num_tokens = sum(group.suffix_lens[start:end])
-            if used and used + num_tokens > wave_tokens:
-                waves.append({})
-                used = 0
-            used += num_tokens
-            waves[-1][number] = waves[-1].get(number, (start, end))[0], end
-    return tuple(tuple(groups[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
-
-
-def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
-    """Sets of groups for a phased pass each: strands have `room`, and with the longest suffix the budget, unless one
-    group alone exceeds it."""
-    for members in first_fit(groups, lambda group: group.num_strand_tokens, room):
-        longest = max(sum(group.suffix_lens[start:end]) for group in members for start, end in group.units())
-        yield from first_fit(members, lambda group: group.num_strand_tokens, min(room, budget - longest))
-
-
-def _one_level(pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool) -> tuple[int, int]:
-    """Tokens and number of forwards of a group whose pieces are each a phased pass."""
-    tokens, forwards = 0, 0
-    for piece in pieces:
-        left = max(budget - (0 if offload else piece.num_strand_tokens), 1)
-        tokens += piece.num_physical_tokens
-        forwards += 1 + len(make_waves([piece], min(wave_tokens or left, left)))
-    return tokens, forwards
-
-
-def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
-    """Whether waves of `wave_tokens` leave some of the budget to prefixes; with `offload`, whether a wave fits it.
-    `make_plan` ignores a `wave_tokens` that does not, and readers of users' options refuse it."""
-    return wave_tokens <= budget if offload else wave_tokens < budget
-
-
-def prefix_room(budget: int, wave_tokens: int | None, offload: bool) -> int:
-    """Tokens of the budget that the strands of a phased pass may have, beside its waves."""
-    if offload:
-        return budget
-    return budget - wave_tokens if wave_tokens and leaves_room(wave_tokens, budget, offload) else budget // 2
 
 
 def make_plan(
@@ -134,23 +49,25 @@ def make_plan(
     if schedule not in ("packed", "phased", "auto"):
         raise ValueError(f"schedule={schedule!r}: a plan is packed, phased or auto")
     live = pass_order(groups)
-    fits = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
+    is_packed = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
+    packed_groups = [group for group, packs in zip(live, is_packed, strict=True) if packs]
+    phased_groups = [group for group, packs in zip(live, is_packed, strict=True) if not packs]
     if wave_tokens is not None and not leaves_room(wave_tokens, budget, offload):
         wave_tokens = None
     room = prefix_room(budget, wave_tokens, offload)
-    to_pack = [_pieces(group, budget) for group, fit in zip(live, fits, strict=True) if fit]
     nested: list[PhasedPass] = []
-    to_phase: list[list[Group]] = []
-    for group in (group for group, fit in zip(live, fits, strict=True) if not fit):
+    to_phase: list[Group] = []
+    for group in phased_groups:
         pieces = _pieces(group, room, suffixes=False)
-        found = Nesting(group, budget, wave_tokens, offload) if nests else None
-        if found and found.is_better(*_one_level(pieces, budget, wave_tokens, offload)):
-            nested.append(found.passes())
+        nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
+        if nesting and nesting.is_better(*_one_level(pieces, budget, wave_tokens, offload)):
+            nested.append(nesting.passes())
         else:
-            to_phase.append(pieces)
-    packed = first_fit([*chain(*to_pack)], lambda group: group.num_physical_tokens, budget)
+            to_phase += pieces
+    to_pack = [piece for group in packed_groups for piece in _pieces(group, budget)]
+    packed = first_fit(to_pack, lambda group: group.num_physical_tokens, budget)
     passes: list[PackedPass | PhasedPass] = [PackedPass(tuple(pass_order(members))) for members in packed]
-    for members in _phased_sets([*chain(*to_phase)], room, sys.maxsize if offload else budget):
+    for members in _phased_sets(to_phase, room, sys.maxsize if offload else budget):
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.num_strand_tokens for group in ordered)
         left = max(budget - resident, least_wave)
@@ -158,6 +75,108 @@ def make_plan(
         passes.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
     plan = Plan((*passes, *nested), idle_groups=tuple(group for group in groups if not group.num_suffix_tokens))
     return replace(plan, recomputed_tokens=plan.num_physical_tokens - sum(group.num_physical_tokens for group in live))
+
+
+def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
+    """Whether waves of `wave_tokens` leave some of the budget to prefixes; with `offload`, whether a wave fits it.
+    `make_plan` ignores a `wave_tokens` that does not, and readers of users' options refuse it."""
+    return wave_tokens <= budget if offload else wave_tokens < budget
+
+
+def prefix_room(budget: int, wave_tokens: int | None, offload: bool) -> int:
+    """Tokens of the budget that the strands of a phased pass may have, beside its waves."""
+    if offload:
+        return budget
+    return budget - wave_tokens if wave_tokens and leaves_room(wave_tokens, budget, offload) else budget // 2
+
+
+class _Best(NamedTuple):
+    """The best way to cut a group's units from one of them on into pieces.
+
+    Attributes:
+        tokens: physical tokens of all pieces.
+        pieces: number of pieces.
+        largest: physical tokens of the largest piece.
+        next_unit: the unit after the first piece.
+    """
+
+    tokens: int
+    pieces: int
+    largest: int
+    next_unit: int
+
+
+def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
+    """Cuts the group between rows into pieces that fit the budget; with `suffixes=False` only their strands have to.
+
+    A piece has at least one suffix, however long that suffix and its path are. Of all ways to cut the group it takes
+    the way with the fewest tokens to compute; of several such ways that with the fewest pieces; then, in trees, that
+    whose largest piece is smallest; then that whose first pieces are longest.
+    """
+    if (group.num_physical_tokens if suffixes else group.num_strand_tokens) <= budget:
+        return [group]
+    is_tree = len(group.strands) > 1
+    if not suffixes and not is_tree:  # every piece would have the same strand
+        return [group]
+    units, outputs = list(group.units()), group.output_lens
+    # Of each unit: tokens of its suffix, and what its rows read of strands.
+    suffix = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
+    paths = [
+        [x for row in range(*unit) if outputs[row] for x in group.strands_before(group.forks[row])] for unit in units
+    ]
+    best = [_Best(0, 0, 0, len(units))] * (len(units) + 1)  # from each unit on
+    for first in reversed(range(len(units))):
+        used, have, ways = 0, dict[int, int](), list[_Best]()
+        for unit in range(first, len(units)):
+            added = suffix[unit]
+            for strand, start, end in paths[unit]:
+                added += max(end - have.get(strand, start), 0)
+                have[strand] = max(end, have.get(strand, start))
+            if used and added and used + added > budget:
+                break
+            used += added
+            after = best[unit + 1]
+            ways.append(_Best(used + after.tokens, after.pieces + 1, max(used, after.largest), unit + 1))
+        best[first] = min(ways, key=lambda way: (way.tokens, way.pieces, way.largest * is_tree, -way.next_unit))
+    cuts = [0]
+    while cuts[-1] < len(units):
+        cuts.append(best[cuts[-1]].next_unit)
+    if len(cuts) == 2:
+        return [group]
+    return [group.with_rows(range(units[i][0], units[j - 1][1])).pruned() for i, j in pairwise(cuts)]
+
+
+def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
+    """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens, or of one suffix."""
+    waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # number of a group -> start and end of its rows
+    used = 0
+    for number, group in enumerate(groups):
+        for start, end in group.units():
+            num_tokens = sum(group.suffix_lens[start:end])
+            if used and used + num_tokens > wave_tokens:
+                waves.append({})
+                used = 0
+            used += num_tokens
+            waves[-1][number] = waves[-1].get(number, (start, end))[0], end
+    return tuple(tuple(groups[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
+
+
+def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
+    """Yields sets of groups, each for one phased pass. A set's strands fit `room`, and with the longest suffix the
+    budget, unless one group alone exceeds it."""
+    for members in first_fit(groups, lambda group: group.num_strand_tokens, room):
+        longest = max(sum(group.suffix_lens[start:end]) for group in members for start, end in group.units())
+        yield from first_fit(members, lambda group: group.num_strand_tokens, min(room, budget - longest))
+
+
+def _one_level(pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool) -> tuple[int, int]:
+    """Tokens and number of forwards of a group whose pieces are each a phased pass."""
+    tokens, forwards = 0, 0
+    for piece in pieces:
+        left = max(budget - (0 if offload else piece.num_strand_tokens), 1)
+        tokens += piece.num_physical_tokens
+        forwards += 1 + len(make_waves([piece], min(wave_tokens or left, left)))
+    return tokens, forwards
 
 
 def limit_waves(plan: Plan, tokens: int) -> Plan:
@@ -169,11 +188,11 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
     if largest_wave(plan) <= tokens:
         return plan
 
-    def limited(one: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
-        if isinstance(one, PackedPass):
-            return one
-        waves = make_waves(one.groups, tokens) if one.waves else ()
-        return replace(one, waves=waves, nested=tuple(map(limited, one.nested)))
+    def limited(planned: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
+        if isinstance(planned, PackedPass):
+            return planned
+        waves = make_waves(planned.groups, tokens) if planned.waves else ()
+        return replace(planned, waves=waves, nested=tuple(map(limited, planned.nested)))
 
     return replace(plan, passes=tuple(map(limited, plan.passes)))
 
@@ -182,10 +201,11 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
     """Adds dummies to the plan, so that every rank runs the same passes and waves in the same order.
 
     Args:
-        plan: this rank's.
+        plan: this rank's plan.
         reduce_max: element-wise maximum over ranks of a list, equally long on every rank.
     """
     packed, phased = plan.packed, _largest_first(plan.phased)
+    # `at_once` is negated, so that the maximum is the smallest limit.
     most = reduce_max([len(packed), len(phased), -(plan.at_once or math.inf)])
     phased = _same_shapes(_padded(phased, int(most[1]), PhasedPass()), reduce_max)
     passes: list[PackedPass | PhasedPass] = [*_padded(packed, int(most[0]), PackedPass()), *phased]
@@ -196,35 +216,31 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
 def _same_shapes(
     phased: Sequence[PhasedPass], reduce_max: Callable[[Sequence[float]], Sequence[float]]
 ) -> list[PhasedPass]:
-    """Phased passes of one depth, equally many on every rank, with equally many waves and nested passes."""
+    """Pads phased passes of one depth, of which every rank has as many, to equally many waves and nested passes."""
     if not phased:
         return []
-    parts = (packed_and_phased(one.nested) for one in phased)
-    split = [(packed, _largest_first(inner)) for packed, inner in parts]
-    counts = iter(
-        reduce_max(
-            [
-                x
-                for one, (packed, inner) in zip(phased, split, strict=True)
-                for x in (len(one.waves), one.reads_strands, len(packed), len(inner))
-            ]
-        )
-    )
+    split = [(packed, _largest_first(inner)) for packed, inner in (packed_and_phased(each.nested) for each in phased)]
+    counts = [
+        (len(each.waves), each.reads_strands, len(packed), len(inner))
+        for each, (packed, inner) in zip(phased, split, strict=True)
+    ]
+    most = iter(reduce_max([count for counts_of_pass in counts for count in counts_of_pass]))
     same, nested = [], []
-    for one, (packed, inner) in zip(phased, split, strict=True):
-        waves, reads, num_packed, num_inner = (int(next(counts)) for _ in range(4))
-        same.append(replace(one, waves=one.waves + ((),) * (waves - len(one.waves)), reads_strands=bool(reads)))
+    for each, (packed, inner) in zip(phased, split, strict=True):
+        waves, reads, num_packed, num_inner = (int(next(most)) for _ in range(4))
+        padded_waves = each.waves + ((),) * (waves - len(each.waves))
+        same.append(replace(each, waves=padded_waves, reads_strands=bool(reads)))
         nested.append((_padded(packed, num_packed, PackedPass()), _padded(inner, num_inner, PhasedPass())))
-    following = iter(_same_shapes([one for _, inner in nested for one in inner], reduce_max))
+    following = iter(_same_shapes([each for _, inner in nested for each in inner], reduce_max))
     return [
-        replace(one, nested=(*packed, *(next(following) for _ in inner)))
-        for one, (packed, inner) in zip(same, nested, strict=True)
+        replace(each, nested=(*packed, *(next(following) for _ in inner)))
+        for each, (packed, inner) in zip(same, nested, strict=True)
     ]
 
 
 def _largest_first(phased: Sequence[PhasedPass]) -> list[PhasedPass]:
-    """So that ranks run the deepest ones beside each other."""
-    return sorted(phased, key=lambda one: (-one.depth, -len(one.nested), -len(one.waves)))
+    """Sorts phased passes, so that ranks run their deepest ones beside each other."""
+    return sorted(phased, key=lambda planned: (-planned.depth, -len(planned.nested), -len(planned.waves)))
 
 
 def _padded(passes: Sequence[Pass], length: int, dummy: Pass) -> list[Pass]:
