@@ -34,7 +34,6 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import GroupedAttention
 from verl_prefix.core.calls import AttentionParams
-from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
@@ -44,6 +43,7 @@ from verl_prefix.engine import self_check as verify
 from verl_prefix.engine.backend import StockPath
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.verify import Verification, _checked_plan
+from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel
 
 # bf16 is what runs have, and the harder to tell from rounding.

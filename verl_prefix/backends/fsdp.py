@@ -27,7 +27,6 @@ from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_value_head
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import PackedForward
-from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.cpu.engine import CPUFSDPEngine
@@ -37,6 +36,7 @@ from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models import vision
+from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.replaced import replaced

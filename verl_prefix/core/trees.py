@@ -24,8 +24,6 @@ from verl_prefix.core.groups import Fork, Group, Strand, check_prompts, rows_by_
 
 # A message that ends within this many tokens of a prompt's end is the last one: only the generation prompt follows it.
 GENERATION_PROMPT = 16
-# Tokens of a block of a prefix cache: vLLM's is 16, and up to 256 by kernel and device; SGLang's pages have 1 to 64.
-CACHE_BLOCKS = (16, 32, 64, 128, 256)
 
 
 def cuts_at(ends: Sequence[int], prompt_len: int, shown: int = 0) -> list[int]:
@@ -43,16 +41,6 @@ def cuts_at(ends: Sequence[int], prompt_len: int, shown: int = 0) -> list[int]:
     if not any(max(prompt_len - GENERATION_PROMPT, shown) <= end <= prompt_len for end in ends):
         cuts.append(prompt_len - 1)
     return cuts
-
-
-def block_cuts(cuts: Sequence[int]) -> list[int]:
-    """The cuts, and before each of them the last end of a block of a rollout's prefix cache, of any usual size.
-
-    Two rows with the same prompt go to the same experts in blocks that the second one found in the cache, and may go to
-    others in the tokens after these, which it computed itself. A size that is not the rollout's adds a cut, which costs
-    nothing: strands that only one strand follows are joined.
-    """
-    return sorted({*cuts, *(cut // size * size for cut in cuts for size in CACHE_BLOCKS)})
 
 
 def group_trees(
@@ -179,12 +167,6 @@ def mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
     return x ^ (x >> 31)
-
-
-def mix_columns(rows: torch.Tensor) -> torch.Tensor:
-    """[n] int64: well spread values of rows [n, m] of int16."""
-    wide = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4)).view(torch.int64)
-    return mix(mix(wide ^ mix(torch.arange(wide.shape[1]))).sum(1))
 
 
 def mix_rows(tokens: torch.Tensor, offsets: Sequence[int], values: Sequence[int]) -> torch.Tensor:
