@@ -280,7 +280,7 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     q, k = (torch.randn(layout.num_tokens, heads, 16).to(dtype) for heads in (4, 2))
     v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
     scores = AttentionParams(0.25)
-    out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, (), 0)
+    out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, (), 0, None, None)
     found = [verify.LayerCheck() for _ in range(2)]
     found[0].attention(0, layout, q, k, v, None, scores, out)
     found[1].attention(0, layout, q, k, v, None, scores, out * (1 + 1e-2))

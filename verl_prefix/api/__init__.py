@@ -297,7 +297,7 @@ class _GraphPass(AttentionPass):
         super().__init__(*args, **options)
         self.hidden = hidden
 
-    def attended(self, layer: int, *args: Any, **options: Any) -> None:
+    def on_attention(self, layer: int, *args: Any, **options: Any) -> None:
         if not torch.is_grad_enabled():
             self.hidden.add(layer)
 

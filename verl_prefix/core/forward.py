@@ -114,24 +114,22 @@ class PackedForward:
     sequence_group: dist.ProcessGroup | None = None
 
     def phase_a(
-        self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, keep_attention: bool,
+        self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, offloads: bool,
         around: Sequence[PrefixCache] = (),
     ) -> torch.Tensor:  # fmt: skip
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
         Args:
             with_head: some rank's rows read outputs of strands, so lm_head runs on every rank.
-            keep_attention: False: never, whatever the field says.
+            offloads: prefixes wait in host memory; attention outputs are not kept then.
             around: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
             where the backward of phase C starts: the model's output of one token, or of the strand tokens that waves
             read, [m, k].
         """
-        keep_attention = keep_attention and self.keep_attention
-        attention_pass = self.pass_type(
-            layout, self.kernel, capture=cache, caches=around, keep_attention=keep_attention
-        )
+        keeps = self.keep_attention and not offloads
+        attention_pass = self.pass_type(layout, self.kernel, capture=cache, caches=around, keep_attention=keeps)
         head_tokens = torch.tensor([layout.num_tokens - 1])
         of_logits: LogitsFn | None = _sum_logits if with_head else None
         if layout.reads is not None:

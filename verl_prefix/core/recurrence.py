@@ -44,7 +44,7 @@ def shared_scan(
 
     Args:
         key: the layer's, for the prefix cache. inputs: [T, ...] each, of every token. scan: the recurrence.
-        neutral: one value per input; a token of these inputs leaves the state as it is. For `recurred` alone.
+        neutral: one value per input; a token of these inputs leaves the state as it is. For `on_recurrence` alone.
     """
 
     def whole(of_row: Sequence[torch.Tensor], shift: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def shared_scan(
         initial = _initial_states(attention_pass, key, states, "suffixes", device)
         parts.append(scan([x[split:] for x in inputs], suffixes, initial).outputs)
     out = torch.cat(parts)
-    attention_pass.recurred(key, inputs, whole, out)
+    attention_pass.on_recurrence(key, inputs, whole, out)
     return out
 
 
@@ -129,7 +129,7 @@ def shared_conv(
     after_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
     lens = [n for segment in of_segments for n in (tail_len, len(segment))]
     out = torch.cat(after_tails.split(lens)[1::2])
-    attention_pass.recurred(key, [x], lambda of_row, shift: conv(of_row[0]), out)
+    attention_pass.on_recurrence(key, [x], lambda of_row, shift: conv(of_row[0]), out)
     return out
 
 

@@ -144,7 +144,7 @@ class Schedule:
             if layout.reads is not None and tokens.is_read is not None:
                 layout = layout.reading(tokens.is_read)
             output = self.forward.phase_a(
-                tokens, layout, cache, with_head=planned.reads_strands, keep_attention=not self.offload, around=caches
+                tokens, layout, cache, with_head=planned.reads_strands, offloads=self.offload, around=caches
             )
         return layout, output
 

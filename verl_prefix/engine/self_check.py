@@ -123,10 +123,10 @@ class CheckedPass(AttentionPass):
         super().__init__(*args, **options)
         self.check = check
 
-    def attended(self, layer: int, *args: Any, **options: Any) -> None:
+    def on_attention(self, layer: int, *args: Any, **options: Any) -> None:
         self.check.attention(layer, self.layout, *args, **options)
 
-    def recurred(self, key: Hashable, *args: Any) -> None:
+    def on_recurrence(self, key: Hashable, *args: Any) -> None:
         self.check.recurrence(key, self.layout, *args)
 
 
