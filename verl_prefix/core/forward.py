@@ -183,7 +183,7 @@ class PackedForward:
         if self.sequence_group is not None:
             shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
             places = layout.places[shards.tokens]
-            head_tokens, gathered = shards.head_tokens(head_tokens)
+            head_tokens, gathered_at = shards.head_tokens(head_tokens)
         if tokens.routes is not None:
             attention_pass.routes = on_device(tokens.routes[places], device)
         places, head_tokens = on_device(places, device), on_device(head_tokens, device)
@@ -198,7 +198,7 @@ class PackedForward:
         )  # fmt: skip
         if tokens.records and layout.groups:
             _record(tokens, attention_pass)
-        return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered)
+        return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered_at)
 
 
 def _record(tokens: TokenBatch, attention_pass: AttentionPass) -> None:

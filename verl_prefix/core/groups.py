@@ -1,7 +1,7 @@
 """Rows -> groups: rollouts whose prompts are the same, token for token, position for position and pixel for pixel.
 
-A row alone in its group is cut into prefix and suffix as well: what a row computes does not depend on how many others
-share its prefix. `planning` decides which groups run together.
+A row alone in its group is cut into prefix and suffix as well: what a row of one prompt computes does not depend on how
+many rows share its prefix. `planning` decides which groups run together.
 """
 
 import functools
