@@ -27,7 +27,7 @@ class PassOutputs(NamedTuple):
 
     Attributes:
         layout: its packed row, with the groups whose rows it computes; none in a dummy, whose loss is zero.
-        outputs: [n, k], those that rows read, in the order of `layout.read_places`.
+        outputs: [n, k], the outputs that rows read, in the order of `layout.read_places`.
     """
 
     layout: Layout
@@ -38,15 +38,15 @@ class Pixels(Protocol):
     """Images and videos of a vision model's rows (`models.vision.PixelBatch`)."""
 
     def of(self, groups: Sequence[Group], device: torch.device, tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Visual arguments of the model's forward, for a packed row that begins with the prefixes of `groups`. `tokens`
-        ([t] int64, in host memory): only for these tokens of it."""
+        """Visual arguments of the model's forward, for a packed row that begins with the prefixes of `groups`; with
+        `tokens` ([t] int64, in host memory) only for these tokens of the packed row."""
 
 
 class Model(Protocol):
-    """A model as `PackedForward` calls it (`models.hookup.HookedModel` for those of Hugging Face).
+    """A model as `PackedForward` calls it (`models.hookup.HookedModel` for models of Hugging Face).
 
     Attributes:
-        is_early_stage: it is an earlier stage of a pipeline, whose outputs are hidden states for the next one.
+        is_early_stage: it is an earlier stage of a pipeline, whose outputs are hidden states for the next stage.
     """
 
     is_early_stage: bool
@@ -73,9 +73,8 @@ class TokenBatch:
         position_ids: [N] or [4, N] (text, time, height, width) int64.
         offsets: first token of each row.
         pixels: of a vision model's rows.
-        is_read: [N] bool in host memory: of the tokens whose outputs rows read, those that go through lm_head; None:
-            all.
-        routes: [N, layers, k] int16 in host memory, those of `AttentionPass`; None: routers choose.
+        is_read: [N] bool in host memory: which of the tokens whose outputs rows read go through lm_head; None: all.
+        routes: [N, layers, k] int16 in host memory, as of `AttentionPass`; None: routers choose.
         records: what routers choose is written to `routes`, for the tokens of this rank's passes.
     """
 
@@ -120,13 +119,13 @@ class PackedForward:
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
         Args:
-            with_head: some rank's rows read outputs of strands, so lm_head runs on every rank.
+            with_head: rows of this or another rank read outputs of strands, so lm_head runs on every rank.
             offloads: prefixes wait in host memory; attention outputs are not kept then.
             around: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
-            where the backward of phase C starts: the model's output of one token, or of the strand tokens that waves
-            read, [m, k].
+            [m, k], where the backward of phase C starts: the model's output of one token, or of the strand tokens that
+            waves read.
         """
         keeps = self.keep_attention and not offloads
         attention_pass = self.pass_type(layout, self.kernel, capture=cache, caches=around, keep_attention=keeps)
@@ -202,7 +201,7 @@ class PackedForward:
 
 
 def _record(tokens: TokenBatch, attention_pass: AttentionPass) -> None:
-    """Writes the routes of a pass to those of the batch: of all ranks that share its packed row, on each of them."""
+    """Writes the routes of a pass into the batch's routes. Each rank that shares the packed row gets all its routes."""
     assert tokens.routes is not None and attention_pass.routes is not None
     routes, shards = attention_pass.routes, attention_pass.shards
     routes = routes if shards is None else shards.whole(routes.view(torch.uint8)).view(torch.int16)  # NCCL: no int16

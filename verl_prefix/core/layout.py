@@ -4,12 +4,12 @@
     causal call   every segment (a strand or a suffix) reads itself
     cross calls   every segment reads the tokens before it: its path
 
-A packed row says of each of its tokens where that stands in the batch. So positions stay the original ones, and outputs
-go back to where they belong. In groups of one prompt, cross calls read slices of the prefixes, and only token ids are
+A packed row knows the place of each of its tokens in the batch. So tokens keep their positions, and outputs go back to
+where they belong. In groups of one prompt, cross calls read slices of the prefixes, and only token ids are
 copied. In deeper trees, and where a window cuts a path, keys are copied.
 
-Where passes nest, segments read strands of the packed rows around theirs as well. The prefix source is then all of them
-one after the other: the strands of the outermost, and so on, and at last the packed row's own.
+Where passes nest, segments read strands of the packed rows around theirs as well. The prefix source is then all these
+strands, level by level: those of the outermost packed row first, the packed row's own strands last.
 """
 
 import functools
@@ -46,16 +46,15 @@ class Reads(NamedTuple):
 class Layout:
     """One packed row of T tokens.
 
-    Paths count tokens of the prefix source: the strands of the packed rows around this one, then its own.
+    Paths count tokens of the prefix source: the strands of the packed rows around this packed row, then its own.
 
     Attributes:
         places: [T] int64, where each token stands in the batch's flat values.
         num_strand_tokens: the first tokens, which are strands.
         segments: the strands, then the suffixes.
-        groups: those whose rows it computes; none in a dummy.
-        strand_starts: where each strand begins in the prefix source, by the place of its first token; strands of the
-            packed rows around this one, too.
-        reads: outputs that rows read; None: those of all suffix tokens.
+        groups: the groups whose rows it computes; none in a dummy.
+        strand_starts: where each strand of the prefix source begins in it, by the place of the strand's first token.
+        reads: outputs that rows read; None: the outputs of all suffix tokens.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
             segments continue them, in the order of their ends.
         around: of a wave or a nested pass, the packed row of the phase A around it; else None.
@@ -81,13 +80,13 @@ class Layout:
 
     @property
     def sources(self) -> "tuple[Layout, ...]":
-        """The packed rows around this one, the outermost first, and this one: one for each level."""
+        """The packed row of each level: those around this packed row, the outermost first, and itself."""
         return (*(self.around.sources if self.around else ()), self)
 
     @functools.cached_property
     def level_starts(self) -> tuple[int, ...]:
         """The first token of each of `sources` in the prefix source."""
-        return tuple(accumulate((one.num_strand_tokens for one in self.sources[:-1]), initial=0))
+        return tuple(accumulate((source.num_strand_tokens for source in self.sources[:-1]), initial=0))
 
     @property
     def own_start(self) -> int:
@@ -110,7 +109,7 @@ class Layout:
 
     @functools.cached_property
     def states(self) -> StateIndex:
-        """The states that recurrent layers leave in this packed row, and those that its segments start from."""
+        """The states that recurrent layers leave in this packed row, and the states that its segments start from."""
         strands, suffixes = self.segments[: self.num_strands], self.segments[self.num_strands :]
         around = [source.states for source in self.sources[:-1]]
         return StateIndex(strands, suffixes, self.own_start, self.state_paths, around)
@@ -129,8 +128,8 @@ class Layout:
         return own
 
     def reading(self, is_read: torch.Tensor) -> "Layout":
-        """The layout that reads fewer outputs: those of the batch's tokens `is_read` [N] (bool). It reads at least one
-        output of this packed row, since a backward needs something to start from."""
+        """The layout that reads only outputs of the batch's tokens `is_read` [N] (bool). It reads at least one output
+        of this packed row, since a backward needs something to start from."""
         own_level, reads = len(self.level_starts) - 1, self.reads
         if reads is None:
             tokens = torch.arange(self.num_strand_tokens, self.num_tokens)
@@ -148,8 +147,8 @@ class Layout:
 
 
 def pass_order(groups: Sequence[Group]) -> list[Group]:
-    """Groups with suffix tokens, those without a prefix last. So the suffixes that read a prefix have no gaps between
-    them, and are one slice."""
+    """Groups with suffix tokens; groups without a prefix come last. So the suffixes that read a prefix have no gaps
+    between them, and are one slice."""
     return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.num_strand_tokens == 0)
 
 
@@ -173,8 +172,8 @@ class _Row(NamedTuple):
 def build_layout(
     groups: Sequence[Group], offsets: Sequence[int], kind: Kind = "packed", around: Layout | None = None
 ) -> Layout:
-    """Builds the packed row of `groups`, best in `pass_order`. Where there is nothing to compute it is a dummy: one
-    token of the batch that reads itself, which keeps a rank's collectives in step.
+    """Builds the packed row of `groups`, best in `pass_order`. Without anything to compute it is a dummy: one token of
+    the batch that reads itself, which keeps a rank's collectives in step.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
@@ -232,8 +231,8 @@ def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
 
 
 def _reads(rows: Sequence[_Row], level_starts: Sequence[int], num_strand_tokens: int, kind: Kind) -> Reads | None:
-    """The outputs that rows read; None where they read those of all suffix tokens, or nothing. A phase A reads only
-    outputs that it computes.
+    """The outputs that rows read; None where they read the outputs of all suffix tokens, or nothing. A phase A reads
+    only outputs that it computes.
 
     Args:
         level_starts, num_strand_tokens: of the packed row.

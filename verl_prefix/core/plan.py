@@ -14,19 +14,19 @@ Wave = tuple[Group, ...]
 
 @dataclass(frozen=True)
 class PackedPass:
-    """Groups whose prefixes and suffixes are one graph. Without groups it is a dummy, which keeps this rank's
+    """Groups whose prefixes and suffixes are one graph. Without groups the pass is a dummy, which keeps this rank's
     collectives in step."""
 
     groups: tuple[Group, ...] = ()
 
     @property
     def tokens_of_groups(self) -> list[tuple[Group, int]]:
-        """Groups, and how many tokens it computes of each."""
+        """(group, number of its tokens that the pass computes) of each group."""
         return [(group, group.num_physical_tokens) for group in self.groups]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that it computes."""
+        """Number of tokens that the pass computes."""
         return sum(tokens for _, tokens in self.tokens_of_groups)
 
 
@@ -40,10 +40,10 @@ class PhasedPass:
     `Group.for_nested_pass`.
 
     Attributes:
-        groups: those whose prefixes phase A computes, with the rows of nested passes.
+        groups: the groups whose prefixes phase A computes, with the rows of nested passes.
         waves: phase B, in its order.
-        reads_strands: on some rank rows read outputs of strands; then lm_head runs in phase A on every rank.
-        nested: passes between the last wave and phase C, packed ones first.
+        reads_strands: rows of this or another rank read outputs of strands; then lm_head runs in phase A on every rank.
+        nested: passes between the last wave and phase C; packed passes come first.
     """
 
     groups: tuple[Group, ...] = ()
@@ -53,7 +53,7 @@ class PhasedPass:
 
     @property
     def tokens_of_groups(self) -> list[tuple[Group, int]]:
-        """Groups, and how many tokens phase A and waves compute of each, without those of nested passes."""
+        """(group, number of its tokens that phase A and waves compute) of each group; nested passes do not count."""
         tokens = [group.num_strand_tokens for group in self.groups]
         number_of = {row: number for number, group in enumerate(self.groups) for row in group.rows}
         for piece in (piece for wave in self.waves for piece in wave):
@@ -62,7 +62,7 @@ class PhasedPass:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that phase A and waves compute, without those of nested passes."""
+        """Number of tokens that phase A and waves compute; nested passes do not count."""
         return sum(tokens for _, tokens in self.tokens_of_groups)
 
     @property
@@ -76,9 +76,9 @@ class Plan:
     """All passes of one rank's batch.
 
     Attributes:
-        passes: packed ones first.
+        passes: packed passes come first.
         recomputed_tokens: tokens that are computed once more, since the budget cuts their group.
-        idle_groups: those without response tokens, which no pass computes.
+        idle_groups: groups without response tokens, which no pass computes.
         at_once: on a pipeline of several stages, how many phased passes have their prefixes in memory at once; None:
             all.
     """
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def all_passes(self) -> list[PackedPass | PhasedPass]:
-        """All passes, nested ones too; each phased pass stands before the passes that are nested in it."""
+        """All passes, also nested passes; each phased pass stands before the passes that are nested in it."""
         return [each for planned in self.passes for each in _with_nested(planned)]
 
     @property
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def rounds(self) -> list[list[PhasedPass]]:
-        """Phased passes by `at_once`; one empty round where there are none."""
+        """Phased passes in rounds of `at_once`; an empty round where there are no phased passes."""
         phased, size = self.phased, self.at_once or max(len(self.phased), 1)
         return [phased[start : start + size] for start in range(0, len(phased), size)] or [[]]
 

@@ -148,8 +148,8 @@ def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int, inherited: torc
 def _initial_states(
     attention_pass: AttentionPass, key: Key, own: torch.Tensor | None, of: Segments, device: torch.device
 ) -> torch.Tensor | None:
-    """[n, ...]: the state from which each of the pass's n strands or suffixes starts; zeros for those that start from
-    none, and for strands that continue another strand of this pass. None where that is all of them.
+    """The state [n, ...] from which each of the pass's n strands or suffixes starts. It is zeros for a segment that
+    starts from no state, and for a strand that continues another strand of this pass. None: all are zeros.
 
     Args:
         own: [N, ...], states that the packed row's own strands leave; None where no segment starts from these.

@@ -30,7 +30,7 @@ class _PhaseA:
 
     Attributes:
         layout, output: as of `Schedule.phase_a`.
-        caches: those of the phases A around it, and its own, the last one.
+        caches: the caches of the phases A around it, and its own, which is the last.
     """
 
     layout: Layout
@@ -76,8 +76,8 @@ class Schedule:
         self, tokens: TokenBatch, planned: PackedPass | PhasedPass, last: bool = True
     ) -> Iterator[Iterator[PassOutputs]]:
         """Context of one pass, inside `grouped_attention`: phase A runs on entering, a forward at each iteration, phase
-        C on leaving, of the forwards so far. Phases A and C of nested passes run in between, as iteration gets there:
-        the last of them where the iterator is asked for a forward after the last one.
+        C on leaving, of the forwards so far. Phases A and C of nested passes run in between, as iteration gets there;
+        the last phase C runs where the iterator is asked for a forward after the last one.
 
         The caller runs a forward's backward before it asks for the next forward: contexts of this generator
         (`gradient_sync`, `meter`) stay open at the yield. After an exception, and where no prefix has a gradient, there

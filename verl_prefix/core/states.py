@@ -1,4 +1,4 @@
-"""States of recurrent layers: after which paths of a packed row a layer leaves one, and where each segment starts."""
+"""States of recurrent layers: after which paths of a packed row a layer leaves a state, and where segments start."""
 
 import functools
 from bisect import bisect_right
@@ -20,7 +20,7 @@ class StateIndex:
         strands, suffixes: segments of the packed row.
         own_start: where the packed row's own strands begin in the prefix source.
         paths: `Layout.state_paths`.
-        around: the states of the packed rows around this one, the outermost first.
+        around: the states of the packed rows around, the outermost first.
 
     Attributes:
         suffixes: the suffixes, which read themselves, as spans of their tokens alone.
@@ -88,7 +88,7 @@ class StateIndex:
         """[states, length] int64: the last `length` inputs on each path with a state, as codes; built once.
 
         x > 0: token x - 1 of this packed row. 0: none, the path is shorter. x < 0: input -1 - x of the flattened
-        inherited inputs [strands, length], those before the strand with which the path enters this packed row.
+        inherited inputs [strands, length]: an input before the strand with which the path enters this packed row.
         """
         if (length, device) not in self._last_tokens:
             own_start, strands = self._own_start, self._segments["strands"]
