@@ -280,7 +280,7 @@ def test_siblings_tails_are_added_to_one_run_of_tokens():
 def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
     """At 8 heads of 128 in bf16. Each of ten rows reads a strand of its own behind a system prompt."""
     segments = [Segment(3, path=((0, 500), (500 + 1000 * i, 1000))) for i in range(10)]
-    _, *crosses = calls_of(segments, AttentionParams(1.0), CPU)
+    _, *crosses = calls_of(segments, AttentionParams(1.0), CPU, (0,))
     assert sum(len(call.spans.lens) for call in crosses) == 10
     assert max(call.spans.k[-1] for call in crosses) * 8 * 128 * 2 * 2 <= 16 << 20
 

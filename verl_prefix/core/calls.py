@@ -197,7 +197,7 @@ _MAX_COPIED = 2**12
 
 
 def calls_of(
-    segments: Sequence[Segment], params: AttentionParams, device: torch.device, level_starts: Sequence[int] = (0,)
+    segments: Sequence[Segment], params: AttentionParams, device: torch.device, level_starts: Sequence[int]
 ) -> Iterator[Call]:
     """Yields a layer's kernel calls on a packed row, the causal call over all queries first.
 

@@ -114,7 +114,7 @@ class PackedForward:
 
     def phase_a(
         self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, offloads: bool,
-        around: Sequence[PrefixCache] = (),
+        around: Sequence[PrefixCache],
     ) -> torch.Tensor:  # fmt: skip
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
@@ -139,7 +139,7 @@ class PackedForward:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
-    def packed_or_wave(self, tokens: TokenBatch, layout: Layout, caches: Sequence[PrefixCache] = ()) -> PassOutputs:
+    def packed_or_wave(self, tokens: TokenBatch, layout: Layout, caches: Sequence[PrefixCache]) -> PassOutputs:
         """The forward of a packed pass, whose row has strands and suffixes, or of a wave, whose row has suffixes alone;
         `caches` are those of the phases A around it, the outermost first."""
         if tokens.is_read is not None and layout.groups:
