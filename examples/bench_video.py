@@ -32,8 +32,8 @@ from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.core.forward import PackedForward, TokenBatch
 from verl_prefix.core.groups import group_by_key
 from verl_prefix.core.layout import Layout
+from verl_prefix.core.planning import make_plan
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import make_plan
 from verl_prefix.files import write_whole
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.vision import PixelBatch, share_pixels

@@ -60,7 +60,7 @@ def simulated(name: str, rows: tuple[int, int, int]) -> dict[str, Any]:
     kind, fields, division = MODELS[name]
     prompt, response, rollouts = rows
     groups = [
-        Group(tuple(range(start, start + rollouts)), prompt - 1, (response,) * rollouts)
+        Group.of_prompt(tuple(range(start, start + rollouts)), prompt - 1, (response,) * rollouts)
         for start in range(0, PROMPTS[division.stages > 1] * rollouts, rollouts)
     ]
     budget = 2 * (prompt + response)

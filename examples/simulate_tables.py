@@ -61,7 +61,9 @@ def config_of(shape: str) -> PretrainedConfig:
 
 def job_of(shape: str, ranks: int, size: tuple[int, int, int, int], budget: int, checkpointing: bool) -> Job:
     prefix, suffix, rows, num_groups = size
-    groups = tuple(Group(tuple(range(i * rows, (i + 1) * rows)), prefix, (suffix,) * rows) for i in range(num_groups))
+    groups = tuple(
+        Group.of_prompt(tuple(range(i * rows, (i + 1) * rows)), prefix, (suffix,) * rows) for i in range(num_groups)
+    )
     return Job(config_of(shape), groups, budget, ranks, checkpointing=checkpointing)
 
 

@@ -84,7 +84,9 @@ def full_budget(longest_row: int, response: int, budget: int) -> tuple[Group, ..
     prompt = longest_row - response
     prompts = max(1, budget // 2 // prompt)
     rows = max(2, (budget - prompts * prompt) // response // prompts)
-    return tuple(Group((*range(i * rows, (i + 1) * rows),), prompt - 1, (response,) * rows) for i in range(prompts))
+    return tuple(
+        Group.of_prompt((*range(i * rows, (i + 1) * rows),), prompt - 1, (response,) * rows) for i in range(prompts)
+    )
 
 
 def kernel_seconds(arm: dict[str, Any]) -> float:

@@ -21,7 +21,7 @@ SETTINGS = ((8, 8), (32, 8), (32, 1))
 
 def simulated(gpus: int, together: int) -> dict[str, Any]:
     """One update of a prompt for every group of ranks, by every arm."""
-    rows = Group(tuple(range(ROLLOUTS)), PROMPT - 1, (RESPONSE,) * ROLLOUTS)
+    rows = Group.of_prompt(tuple(range(ROLLOUTS)), PROMPT - 1, (RESPONSE,) * ROLLOUTS)
     config = AutoConfig.for_model("qwen3_next")  # whose defaults are the published model's
     # A budget of one rank has to hold a row.
     budget = max(BUDGET * together, PROMPT + RESPONSE)

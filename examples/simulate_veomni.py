@@ -40,7 +40,7 @@ def config_of(name: str) -> PretrainedConfig:
 
 def simulated(name: str, gpus: int, expert_ranks: int) -> dict[str, Any]:
     """One update of a prompt for every rank, by every arm."""
-    rows = Group(tuple(range(ROLLOUTS)), PROMPT - 1, (RESPONSE,) * ROLLOUTS)
+    rows = Group.of_prompt(tuple(range(ROLLOUTS)), PROMPT - 1, (RESPONSE,) * ROLLOUTS)
     job = Job(config_of(name), (rows,), BUDGET, ranks=gpus, veomni=True, expert_ranks=expert_ranks)
     found: dict[str, Any] = {}
     for arm in ARMS:

@@ -116,7 +116,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GPUS
 from verl_prefix.tools.simulate.job import Arm, Job
-group = Group(tuple(range({rows})), {prompt - 1}, ({response},) * {rows})
+group = Group.of_prompt(tuple(range({rows})), {prompt - 1}, ({response},) * {rows})
 job = Job(transformers.AutoConfig.from_pretrained({model!r}), (group,), {budget}, {world},
           wave_tokens={budget // 8}, checkpointing=False)
 arms = [Arm("packed"), Arm("phased")]

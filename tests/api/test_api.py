@@ -407,8 +407,8 @@ def positions_restarted(monkeypatch):
         positions = self.tokens.position_ids.clone()
         for group in self.groups:
             for row in group.rows:
-                positions[self.tokens.offsets[row] + group.prefix_len : self.tokens.offsets[row + 1]] -= (
-                    group.prefix_len
+                positions[self.tokens.offsets[row] + group.num_strand_tokens : self.tokens.offsets[row + 1]] -= (
+                    group.num_strand_tokens
                 )
         self.tokens = dataclasses.replace(self.tokens, position_ids=positions)
 
@@ -427,8 +427,8 @@ def rows_swapped(monkeypatch):
 
 
 def labels_one_late(monkeypatch):
-    outputs = Batch.outputs
-    monkeypatch.setattr(Batch, "outputs", lambda self, place, logits: outputs(self, (place - 1).clamp(0), logits))
+    of_logits = Batch.of_logits
+    monkeypatch.setattr(Batch, "of_logits", lambda self, place, logits: of_logits(self, (place - 1).clamp(0), logits))
 
 
 def temperature_forgotten(monkeypatch):

@@ -14,7 +14,7 @@ from vision_cases import FAMILIES, Turns, paths  # noqa: F401
 
 from verl_prefix import message_ends, phased_update, response_hidden_states, response_log_probs
 from verl_prefix.core.plan import PhasedPass
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.testing.rollouts import flatten
@@ -62,7 +62,7 @@ def test_no_gradient_is_lost_where_nobody_asks_for_a_wave_after_the_last(rows):
     model, rows = build(vocab_size=VOCAB), rollouts(rows)
     plan = make_plan(flatten(rows, torch.device("cpu"))[2], 40, "phased", wave_tokens=9)
     assert isinstance(plan.passes[-1].nested[-1], PhasedPass)
-    ours = run_waves(model, rows, num=plan.num_steps, max_tokens=40, wave_tokens=9)
+    ours = run_waves(model, rows, num=plan.num_losses, max_tokens=40, wave_tokens=9)
     assert error(ours, by_hf(model, rows)) < 1e-9
 
 

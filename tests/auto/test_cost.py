@@ -19,7 +19,7 @@ from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.plan.predict import Predictor, Sizes
 from verl_prefix.tools.plan.training_command import Model
@@ -41,7 +41,7 @@ def test_pairs_are_those_that_the_mask_leaves(length, behind, window):
 
 
 def test_passes_of_a_plan_count_each_token_once():
-    groups = [Group((0, 1, 2), 20, (5, 6, 7)), Group((3,), 10, (4,))]
+    groups = [Group.of_prompt((0, 1, 2), 20, (5, 6, 7)), Group.of_prompt((3,), 10, (4,))]
     packed = SHAPE.passes_of(make_plan(groups, 10**6, "packed"))
     assert [p.tokens for p in packed] == [52] and packed[0].head_tokens == 22
     phased = SHAPE.passes_of(make_plan(groups, 10**6, "phased", wave_tokens=11))
@@ -132,7 +132,7 @@ def test_lm_head_runs_twice_but_for_the_last_chunk(monkeypatch, chunk, rows):
     batch = random_rollouts([(30, [8, 9, 10])], 97)
     run_shared(model, batch, "packed", logits_chunk=chunk)
     assert seen == rows
-    groups = [Group((0, 1, 2), 30, (8, 9, 10))]
+    groups = [Group.of_prompt((0, 1, 2), 30, (8, 9, 10))]
     passes = SHAPE.passes_of(make_plan(groups, 10**6, "packed"), logits_chunk=chunk)
     assert [p.head_tokens for p in passes] == [27 + (sum(seen) - 27) // 3]
 
@@ -171,7 +171,7 @@ def make_chooser(rates, reduce_max=lambda values: values, min_speedup=1.05, wave
     return chooser.Chooser(costs, dict(rates), measure, reduce_max)
 
 
-LONG, SHORT = [Group(tuple(range(8)), 400, (50,) * 8)], [Group((0, 1), 4, (300, 300))]
+LONG, SHORT = [Group.of_prompt(tuple(range(8)), 400, (50,) * 8)], [Group.of_prompt((0, 1), 4, (300, 300))]
 FLOPS = {"forward": Rates(), "update": Rates()}
 
 
@@ -243,7 +243,7 @@ def llama3_8b() -> shape.ModelShape:
 
 @pytest.mark.parametrize(("arm", "checkpointed", "no_sync", "kept"), SIMULATED)
 def test_the_peak_is_within_15_per_cent_of_the_simulated_one(llama3_8b, arm, checkpointed, no_sync, kept):
-    groups = [Group(tuple(range(i, i + 4)), 6000, (1000,) * 4) for i in (0, 4)]
+    groups = [Group.of_prompt(tuple(range(i, i + 4)), 6000, (1000,) * 4) for i in (0, 4)]
     path, _, offload = arm.partition("+")
     plan = None if path == "stock" else make_plan(groups, 14100, path, 2000, bool(offload))
     stock = llama3_8b.stock_passes(groups, 14100, dense_mask=False)
@@ -262,7 +262,7 @@ def test_the_peak_with_all_logits_is_within_15_per_cent_of_the_simulated_one(
 ):
     """GiB by tools/simulate, as above: four groups of eight, P 2000, S 1000, budget 20,100, waves of 8,000. A
     temperature other than 1 makes a second copy of logits, which the estimate counts in any case."""
-    groups = [Group(tuple(range(i, i + 8)), 2000, (1000,) * 8) for i in range(0, 32, 8)]
+    groups = [Group.of_prompt(tuple(range(i, i + 8)), 2000, (1000,) * 8) for i in range(0, 32, 8)]
     memory = cost.Memory(8, checkpointed, False, None, False, attention_kept=checkpointed, all_logits=True)
     found = cost.peak_bytes(llama3_8b, make_plan(groups, 20100, path, 8000), (), memory) / 2**30
     assert found == pytest.approx(simulated, rel=0.15)
@@ -281,7 +281,7 @@ def test_strand_tokens_that_a_row_reads_count_among_logits(llama3_8b, path, offl
     )  # fmt: skip
     memory = cost.Memory(8, True, False, None, offload, all_logits=True, sequence_ranks=sequence_ranks)
 
-    group = Group((0, 1), 1000, (20, 20), strands, forks, (400, 1000))
+    group = Group((0, 1), (20, 20), strands, forks, (400, 1000))
     plan = make_plan([group], 4000, path, 40, offload)
     assert cost.peak_bytes(logits_alone, plan, (), memory) == tokens * llama3_8b.logits
 
@@ -289,7 +289,7 @@ def test_strand_tokens_that_a_row_reads_count_among_logits(llama3_8b, path, offl
 @pytest.mark.parametrize("checkpointed", [True, False])
 def test_verls_offload_leaves_two_layers_of_stock_on_the_device(llama3_8b, checkpointed):
     """By shapes, on the batch above. Under gradient checkpointing ours with `prefix.offload` adds less than that."""
-    groups = [Group(tuple(range(i, i + 4)), 6000, (1000,) * 4) for i in (0, 4)]
+    groups = [Group.of_prompt(tuple(range(i, i + 4)), 6000, (1000,) * 4) for i in (0, 4)]
     stock = llama3_8b.stock_passes(groups, 14100, dense_mask=False)
     memory = cost.Memory(8, checkpointed, False, 4096, True)
     offloads = dataclasses.replace(memory, stock_offloads=True)
@@ -369,14 +369,14 @@ def test_the_peak_of_trees_is_within_15_per_cent_of_the_simulated_one(simulation
 
 def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
     """One group of P 10240, S 2048, whose budget of one row leaves waves of one response."""
-    groups, rows = [Group(tuple(range(8)), 10240, (2048,) * 8)], 2048
+    groups, rows = [Group.of_prompt(tuple(range(8)), 10240, (2048,) * 8)], 2048
     memory = {name: cost.Memory(8, name != "activations", False, 4096, name == "offload")
               for name in ("checkpointed", "activations", "offload")}  # fmt: skip
 
     def waves(name, budget=12289, wave_tokens=None):
         plan = chooser.CostModel(llama3_8b, False, wave_tokens, 1.05, memory[name]).plan(groups, budget, "phased")
         (one,) = plan.phased
-        return [sum(piece.num_suffix_tokens for _, piece in wave) for wave in one.waves], plan
+        return [sum(piece.num_suffix_tokens for piece in wave) for wave in one.waves], plan
 
     found, longer = waves("checkpointed")
     assert found == [2 * rows] * 4
@@ -427,7 +427,7 @@ RATES = st.builds(Rates, *[st.floats(0.0, 1e-9)] * 4)
 @hypothesis.example([(60, 700, 8)] * 2, 8000, (Rates(), Rates()), True)
 def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
     """`verl-prefix plan` and the engines of two ranks on the same batches: old log-probs, then the update."""
-    groups = [Group(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
+    groups = [Group.of_prompt(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
     ranks = [groups, groups[: len(groups) // 2 + 1]]
     predictor = make_predictor()
     predictor.rates = dict(zip(("forward", "update"), rates, strict=True))
@@ -457,7 +457,7 @@ MIN_SPEEDUPS = st.sampled_from([0.5, 1.0, 1.05, 2.0])
 )
 def test_what_is_not_measured_would_be_chosen_at_any_rates(lengths, budget, forward, update, min_speedup):
     """On two ranks, of which the second computes the rows of the first beside its own."""
-    groups = [Group(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
+    groups = [Group.of_prompt(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
     costs = make_chooser(FLOPS, min_speedup=min_speedup).costs
     own = [None, chooser.Batch(groups[1:], budget)]
     ranks = [chooser.Candidates(costs, chooser.Batch(groups, budget), one) for one in own]
@@ -487,7 +487,7 @@ def test_rates_are_measured_where_the_choice_depends_on_them_alone():
 def test_logits_in_chunks_run_again_by_each_ranks_tokens(sequence_ranks, head_tokens):
     memory = cost.Memory(2, False, False, 4096, False, sequence_ranks=sequence_ranks)
     costs = chooser.CostModel(SHAPE, False, None, 1.05, memory)
-    paths = chooser.Candidates(costs, chooser.Batch([Group((0, 1), 1000, (4000, 4000))], 10**5))
+    paths = chooser.Candidates(costs, chooser.Batch([Group.of_prompt((0, 1), 1000, (4000, 4000))], 10**5))
     assert [one.head_tokens for one in paths.passes["update"][1]] == [head_tokens]
 
 

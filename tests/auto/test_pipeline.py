@@ -13,7 +13,7 @@ from verl_prefix.auto.pipeline import Round, Work, timeline
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
-from verl_prefix.core.waves import make_plan, pad_to_same_passes
+from verl_prefix.core.planning import make_plan, pad_to_same_passes
 
 # A token costs what it costs; no pairs and no lm_head, so that a saving of tokens is one of time.
 SHAPE = ModelShape(
@@ -28,7 +28,7 @@ def costs(stages: int, shape: ModelShape = SHAPE, min_speedup: float = 1.05, off
 
 
 def groups_of(number: int, prefix: int, suffix: int, size: int) -> list[Group]:
-    return [Group(tuple(range(i * size, (i + 1) * size)), prefix, (suffix,) * size) for i in range(number)]
+    return [Group.of_prompt(tuple(range(i * size, (i + 1) * size)), prefix, (suffix,) * size) for i in range(number)]
 
 
 @pytest.mark.parametrize("stages", STAGES)
@@ -134,8 +134,8 @@ def test_prefixes_that_live_at_once_keep_what_a_pass_of_a_whole_model_does(
     become. One round fewer would keep more."""
     groups, model = groups_of(number, prefix, suffix, size), costs(stages)
     plan = model.plan(groups, budget, "phased")
-    one_pass = peak_bytes(SHAPE, Plan((PackedPass((Group((0,), 0, (budget,)),)),)), (), model.memory)
-    alive = max(sum(group.prefix_len for one in phased for group in one.groups) for phased in plan.rounds)
+    one_pass = peak_bytes(SHAPE, Plan((PackedPass((Group.of_prompt((0,), 0, (budget,)),)),)), (), model.memory)
+    alive = max(sum(group.num_strand_tokens for one in phased for group in one.groups) for phased in plan.rounds)
     assert alive / stages <= max(budget // 2, prefix) or peak_bytes(SHAPE, plan, (), model.memory) <= one_pass
     fewer = len(plan.rounds) - 1
     if fewer:

@@ -13,7 +13,7 @@ from verl_prefix.auto.calibration import calibrate
 from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, kept_by, model_shape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, _EmptyCache, mixer_of
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.testing import write_tiny_model
@@ -94,7 +94,7 @@ def test_what_sharing_gains_on_a_model_like_qwen3_5_9b(prefix, over_stock, over_
     """Counted by hand for a report of its own, with the recurrence as verl counts it (15 FLOPs per number of a state,
     forward and backward): lean is stock with lm_head on responses alone. It has the last layer compute every token."""
     found, rates, row = on_meta(transformers.Qwen3_5TextConfig()), Rates(), prefix + 256
-    (ours,) = found.passes_of(make_plan([Group(tuple(range(8)), prefix, (256,) * 8)], 10**6, "packed"))
+    (ours,) = found.passes_of(make_plan([Group.of_prompt(tuple(range(8)), prefix, (256,) * 8)], 10**6, "packed"))
     for head, gain in ((row, over_stock), (256, over_lean)):
         stock = [PassCost(row, head, found.pairs(row, 0))] * 8
         whole = rates.seconds(found, [ours._replace(skipped=0)])
@@ -116,7 +116,7 @@ def test_states_are_in_the_peak_of_an_update():
         peaks = [cost.peak_bytes(shape, plan, (), memory) / GIB for shape in (found, stateless)]
         return peaks[0] - peaks[1], peaks[0]
 
-    many, few = ([Group(tuple(range(8 * i, 8 * i + 8)), 64, (32,) * 8) for i in range(n)] for n in (32, 1))
+    many, few = ([Group.of_prompt(tuple(range(8 * i, 8 * i + 8)), 64, (32,) * 8) for i in range(n)] for n in (32, 1))
     each = found.state / GIB
     assert each == pytest.approx(50.2 / 1024, abs=1e-4)
     assert added(few, "packed", False)[0] == pytest.approx(8 * each)

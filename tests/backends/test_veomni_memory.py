@@ -35,8 +35,8 @@ def test_a_rank_holds_and_gathers_what_is_said_of_it(ranks, tmp_path_factory, ex
     write_tiny_model(folder, family="qwen3_moe")
     shape = whole_shape(Job(config := AutoConfig.from_pretrained(folder), (), 1))
     job = Job(
-        config, (Group((0, 1), 64, (64, 64)),), 256, 4 if fsdp_size < 0 else fsdp_size, 1 if fsdp_size < 0 else 2,
-        veomni=True, expert_ranks=expert_ranks,
+        config, (Group.of_prompt((0, 1), 64, (64, 64)),), 256, 4 if fsdp_size < 0 else fsdp_size,
+        1 if fsdp_size < 0 else 2, veomni=True, expert_ranks=expert_ranks,
     )  # fmt: skip
     simulated = depth._run(job, [Arm("packed")], H100, log_probs=False)[0]["optimizer"]["peak/parameters"]
     for experts, others, gathered, shared_by, experts_by in ranks(4)(_held, str(folder), expert_ranks, fsdp_size):

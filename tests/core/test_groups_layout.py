@@ -13,9 +13,9 @@ from verl_prefix.core.calls import AttentionParams, Segment, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, first_fit, most_outputs
+from verl_prefix.core.planning import leaves_room, make_plan, make_waves, pad_to_same_passes
 from verl_prefix.core.prefix_cache import add_at
 from verl_prefix.core.trees import group_trees
-from verl_prefix.core.waves import leaves_room, make_plan, make_waves, pad_to_same_passes
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
@@ -26,13 +26,13 @@ SHAPES = st.lists(
 def groups_of(shape):
     groups, row = [], 0
     for prompt_len, suffix_lens in shape:
-        groups.append(Group(tuple(range(row, row + len(suffix_lens))), prompt_len - 1, tuple(suffix_lens)))
+        groups.append(Group.of_prompt(tuple(range(row, row + len(suffix_lens))), prompt_len - 1, tuple(suffix_lens)))
         row += len(suffix_lens)
     return groups
 
 
 def offsets_of(groups):
-    lens = [group.prefix_len + 1 + n for group in groups for n in group.suffix_lens]
+    lens = [group.num_strand_tokens + 1 + n for group in groups for n in group.suffix_lens]
     return [0, *torch.tensor(lens).cumsum(0).tolist()]
 
 
@@ -43,24 +43,32 @@ def positions_of(places):
 
 def test_rows_of_one_key_form_a_group_in_the_order_of_first_rows():
     groups = group_by_key(["a", 7, "a", ("a", 7)], [3, 2, 3, 1], [2, 1, 4, 0])
-    assert groups == [Group((0, 2), 2, (2, 4)), Group((1,), 1, (1,)), Group((3,), 0, (0,))]
+    assert groups == [
+        Group.of_prompt((0, 2), 2, (2, 4)),
+        Group.of_prompt((1,), 1, (1,)),
+        Group.of_prompt((3,), 0, (0,)),
+    ]
 
 
 def test_what_is_shared_and_where_it_stands_in_a_pass():
-    alone, nothing, one = Group((0,), 5, (2,)), Group((1, 2), 0, (2, 2)), Group((3, 4), 1, (1, 1))
+    alone, nothing, one = (
+        Group.of_prompt((0,), 5, (2,)),
+        Group.of_prompt((1, 2), 0, (2, 2)),
+        Group.of_prompt((3, 4), 1, (1, 1)),
+    )
     assert [group.is_shared for group in (alone, nothing, one)] == [False, False, True]
-    assert pass_order([nothing, Group((5,), 9, (0,)), one, alone]) == [one, alone, nothing]
+    assert pass_order([nothing, Group.of_prompt((5,), 9, (0,)), one, alone]) == [one, alone, nothing]
 
 
 def test_a_strand_that_only_empty_responses_need_is_pruned():
     strands = Strand(0, 0, 3), Strand(1, 3, 5, parent=0)
-    group = Group((0, 1), 5, (2, 0), strands, forks=(Fork(0, 3), Fork(1, 5)), first_outputs=(3, 5))
+    group = Group((0, 1), (2, 0), strands, forks=(Fork(0, 3), Fork(1, 5)), first_outputs=(3, 5))
     assert group.output_lens == (2, 0) and group.num_strand_outputs == 0
     in_strand = replace(group, strands=(strands[0], Strand(1, 3, 7, parent=0)), forks=(Fork(0, 3), Fork(1, 7)))
     assert in_strand.output_lens == (2, 2) and in_strand.num_strand_outputs == 2, "tokens 5 and 6"
     assert [most_outputs(Plan(passes)) for passes in ((), (PackedPass((in_strand,)),))] == [0, 4]
     pruned = group.pruned()
-    assert (pruned.prefix_len, pruned.strands, pruned.forks) == (3, strands[:1], (Fork(0, 3), Fork(-1, 5)))
+    assert (pruned.num_strand_tokens, pruned.strands, pruned.forks) == (3, strands[:1], (Fork(0, 3), Fork(-1, 5)))
 
 
 def test_empty_prompt_is_refused():
@@ -71,7 +79,7 @@ def test_empty_prompt_is_refused():
 
 
 def test_prefixes_that_leave_no_room_for_a_suffix_do_not_share_a_pass():
-    groups = [Group((2 * i, 2 * i + 1), 25, (70, 70)) for i in range(2)]
+    groups = [Group.of_prompt((2 * i, 2 * i + 1), 25, (70, 70)) for i in range(2)]
     for schedule in ("phased", "auto"):
         assert [len(one.groups) for one in make_plan(groups, 100, schedule).phased] == [1, 1]
     assert [len(one.groups) for one in make_plan(groups, 140, "phased").phased] == [2]
@@ -103,17 +111,17 @@ def test_the_longest_phased_passes_of_two_ranks_run_together():
 
 
 def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_two():
-    group = Group((0, 1), 6, (2, 2))
+    group = Group.of_prompt((0, 1), 6, (2, 2))
     whole, cut = make_plan([group], 10, "auto"), make_plan([group], 9, "packed")
     assert whole.passes == (PackedPass((group,)),) and whole.recomputed_tokens == 0
-    assert len(cut.packed) == 2 and cut.recomputed_tokens == group.prefix_len
+    assert len(cut.packed) == 2 and cut.recomputed_tokens == group.num_strand_tokens
     # Strands beside a wave of 4 tokens have 6 of the 10; those that wait in host memory have none.
-    two = [Group((0, 1), 4, (2, 2)), Group((2, 3), 3, (2, 2))]
+    two = [Group.of_prompt((0, 1), 4, (2, 2)), Group.of_prompt((2, 3), 3, (2, 2))]
     assert [len(make_plan(two, n, "phased", wave_tokens=4).phased) for n in (10, 11)] == [2, 1]
     assert [len(make_plan([group], n, "phased", offload=True).waves) for n in (3, 4)] == [2, 1]
     # Where nobody says how long a wave is, strands have half of it.
     assert [len(make_plan(two, n, "phased").phased) for n in (13, 14)] == [2, 1]
-    pieces = make_plan([Group((0, 1, 2, 3), 0, (4,) * 4)], 8, "packed").packed
+    pieces = make_plan([Group.of_prompt((0, 1, 2, 3), 0, (4,) * 4)], 8, "packed").packed
     assert [[piece.rows for piece in one.groups] for one in pieces] == [[(0, 1)], [(2, 3)]], "no more than have to be"
 
 
@@ -123,27 +131,27 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
     hypothesis.assume(groups)
     offsets = offsets_of(groups_of(shape))
     layout = build_layout(groups, offsets)
-    assert layout.num_strand_tokens == sum(g.prefix_len for g in groups)
+    assert layout.num_strand_tokens == sum(g.num_strand_tokens for g in groups)
     assert (
         layout.num_tokens
         == sum(g.num_physical_tokens for g in groups)
         == layout.calls(AttentionParams(1.0), CPU)[0].spans.q[-1]
     )
     expected = [
-        offsets[row] + group.prefix_len + i
+        offsets[row] + group.num_strand_tokens + i
         for group in groups
         for row, n in zip(group.rows, group.suffix_lens, strict=True)
         for i in range(n)
     ]
     assert layout.read_places.tolist() == expected
-    sharing = [group for group in groups if group.prefix_len]
+    sharing = [group for group in groups if group.num_strand_tokens]
     _, *crosses = layout.calls(AttentionParams(1.0), CPU)
     assert len(crosses) == bool(sharing)
     for cross in (call.spans for call in crosses):
-        assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.prefix_len for g in sharing]
+        assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.num_strand_tokens for g in sharing]
         assert [b - a for a, b in zip(cross.q, cross.q[1:], strict=False)] == [g.num_suffix_tokens for g in sharing]
         assert (
-            build_layout(groups, offsets, suffixes=False).places.tolist()
+            build_layout(groups, offsets, "phase_a").places.tolist()
             == layout.places[: layout.num_strand_tokens].tolist()
         )
 
@@ -152,18 +160,20 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
 def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tokens):
     groups = pass_order(groups_of(shape))
     waves = make_waves(groups, wave_tokens)
-    seen = [(i, row) for wave in waves for i, piece in wave for row in piece.rows]
-    assert seen == [(i, row) for i, group in enumerate(groups) for row in group.rows]
-    starts = [sum(group.prefix_len for group in groups[:i]) for i in range(len(groups))]
+    seen = [row for wave in waves for piece in wave for row in piece.rows]
+    assert seen == [row for group in groups for row in group.rows]
+    starts = [sum(group.num_strand_tokens for group in groups[:i]) for i in range(len(groups))]
     for wave in waves:
-        lens = [n for _, piece in wave for n in piece.suffix_lens]
+        lens = [n for piece in wave for n in piece.suffix_lens]
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
         offsets = offsets_of(groups_of(shape))
-        source = build_layout(groups, offsets, suffixes=False)
-        layout = build_layout([piece for _, piece in wave], offsets, source, strands=False)
+        source = build_layout(groups, offsets, "phase_a")
+        layout = build_layout(wave, offsets, "wave", source)
         assert layout.num_strand_tokens == 0 and layout.num_tokens == sum(lens)
-        sharing = [i for i, piece in wave if piece.num_suffix_tokens and piece.prefix_len]
-        keys = [starts[i] + token for i in sharing for token in range(groups[i].prefix_len)]
+        numbers = [next(i for i, group in enumerate(groups) if piece.rows[0] in group.rows) for piece in wave]
+        assert [groups[i].strands for i in numbers] == [piece.strands for piece in wave]
+        sharing = [i for i, piece in zip(numbers, wave, strict=True) if piece.num_suffix_tokens and piece.strands]
+        keys = [starts[i] + token for i in sharing for token in range(groups[i].num_strand_tokens)]
         found = [positions_of(p.tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:] for p in call.prefixes]
         assert found == ([keys] if keys else [])
 
@@ -175,19 +185,19 @@ def keys_read(layout, window, prefix_place):
         keys = torch.full((call.spans.k[-1],), -1)
         if call.own is not None:
             keys[call.own] = layout.places
-        parts = [*prefix_place.tensor_split(layout.part_starts[1:])]
-        if layout.source:
-            parts[-1] = layout.places
+        levels = [*prefix_place.tensor_split(layout.level_starts[1:])]
+        if layout.around:
+            levels[-1] = layout.places
         for prefix in call.prefixes:
-            keys[prefix.at] = parts[prefix.part][prefix.tokens]
+            keys[prefix.at] = levels[prefix.level][prefix.tokens]
             grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[prefix.at]
-            wanted, total = torch.zeros(2, len(parts[prefix.part]), dtype=torch.float64)
+            wanted, total = torch.zeros(2, len(levels[prefix.level]), dtype=torch.float64)
             wanted.index_add_(0, torch.arange(len(wanted))[prefix.tokens], grad)
             add_at(total, prefix.grad_at, prefix.summed(grad))
             assert torch.equal(total, wanted), "gradients of a token's copies are not its own"
-        assert (keys >= 0).all() and torch.equal(call.keys(parts), keys)
+        assert (keys >= 0).all() and torch.equal(call.keys(levels), keys)
         queries = torch.arange(layout.num_tokens)[call.queries].tolist()
-        for q0, q1, k0, k1 in call.spans.parts():
+        for q0, q1, k0, k1 in call.spans.by_segment():
             for i, query in enumerate(queries[q0:q1], start=q0):
                 end = k1 - (q1 - 1 - i) if call.causal else k1
                 start = k0 if call.window is None else max(k0, end - call.window)
@@ -200,7 +210,7 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
     groups = pass_order(groups_of(shape))
     hypothesis.assume(groups)
     offsets = offsets_of(groups_of(shape))
-    first = {place: g for g in groups for place in range(offsets[g.rows[0]], offsets[g.rows[0]] + g.prefix_len)}
+    first = {place: g for g in groups for place in range(offsets[g.rows[0]], offsets[g.rows[0]] + g.num_strand_tokens)}
 
     def expected(place):
         """The row's tokens up to `place`, where a shared prefix lies in the group's first row."""
@@ -210,26 +220,26 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
         if place in first:
             tokens = list(range(start, place + 1))
         else:
-            suffix_start = offsets[row] + group.prefix_len
-            tokens = [*range(start, start + group.prefix_len), *range(suffix_start, place + 1)]
+            suffix_start = offsets[row] + group.num_strand_tokens
+            tokens = [*range(start, start + group.num_strand_tokens), *range(suffix_start, place + 1)]
         return tokens if window is None else tokens[-window:]
 
     packed = build_layout(groups, offsets)
     assert keys_read(packed, window, packed.places) == [expected(place) for place in packed.places.tolist()]
-    if not any(group.prefix_len for group in groups):
+    if not any(group.num_strand_tokens for group in groups):
         return
-    prefixes = build_layout(groups, offsets, suffixes=False)
+    prefixes = build_layout(groups, offsets, "phase_a")
     assert keys_read(prefixes, window, prefixes.places) == [expected(place) for place in prefixes.places.tolist()]
     for wave in make_waves(groups, wave_tokens):
-        layout = build_layout([piece for _, piece in wave], offsets, prefixes, strands=False)
+        layout = build_layout(wave, offsets, "wave", prefixes)
         assert keys_read(layout, window, prefixes.places) == [expected(place) for place in layout.places.tolist()]
 
 
 def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     """Of three rows, whose suffixes begin at 4, 11 and 18 of the batch, the last one of a single token."""
-    groups = [Group((0, 1), 4, (2, 2)), Group((2,), 4, (1,))]
+    groups = [Group.of_prompt((0, 1), 4, (2, 2)), Group.of_prompt((2,), 4, (1,))]
     layout, is_read = build_layout(groups, [0, 7, 14, 20]), torch.zeros(20, dtype=torch.bool)
-    one = build_layout(groups[1:], [0, 7, 14, 20], suffixes=True)
+    one = build_layout(groups[1:], [0, 7, 14, 20])
     is_read[[5, 18]] = True
     found = layout.reading(is_read)
     assert found.reads.places.tolist() == [5, 18] and found.head_tokens.tolist() == [9, 12]
@@ -237,8 +247,8 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     assert layout.reading(~is_read).reads.places.tolist() == [4, 11, 12]
     nothing = layout.reading(torch.zeros_like(is_read))
     assert nothing.reads.places.tolist() == [4] and nothing.head_tokens.tolist() == [8]
-    source = build_layout(groups[1:], [0, 7, 14, 20], suffixes=False)
-    wave = build_layout(groups[1:], [0, 7, 14, 20], source, strands=False).reading(torch.zeros_like(is_read))
+    source = build_layout(groups[1:], [0, 7, 14, 20], "phase_a")
+    wave = build_layout(groups[1:], [0, 7, 14, 20], "wave", source).reading(torch.zeros_like(is_read))
     assert wave.reads.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
 
 
@@ -261,7 +271,7 @@ def test_the_example_of_the_readme():
 
 def test_siblings_tails_are_added_to_one_run_of_tokens():
     """A prompt's rows under a window: what they send back is summed, and no index repeats."""
-    layout = build_layout([Group((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])
+    layout = build_layout([Group.of_prompt((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])
     (call,) = layout.calls(AttentionParams(1.0, window=6), CPU)
     (prefix,) = call.prefixes
     assert prefix.copies == ((3, 5),) and prefix.grad_at == slice(15, 20)
@@ -270,7 +280,7 @@ def test_siblings_tails_are_added_to_one_run_of_tokens():
 def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
     """At 8 heads of 128 in bf16. Each of ten rows reads a strand of its own behind a system prompt."""
     segments = [Segment(3, path=((0, 500), (500 + 1000 * i, 1000))) for i in range(10)]
-    _, *crosses = calls_of(segments, AttentionParams(1.0), CPU)
+    _, *crosses = calls_of(segments, AttentionParams(1.0), CPU, (0,))
     assert sum(len(call.spans.lens) for call in crosses) == 10
     assert max(call.spans.k[-1] for call in crosses) * 8 * 128 * 2 * 2 <= 16 << 20
 
@@ -292,12 +302,12 @@ def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, sche
         tokens = sum(group.num_physical_tokens for group in packed.groups)
         assert tokens <= budget or sum(n > 0 for group in packed.groups for n in group.suffix_lens) == 1
     for phased in plan.phased:
-        prefixes = sum(group.prefix_len for group in phased.groups)
+        prefixes = sum(group.num_strand_tokens for group in phased.groups)
         is_heeded = wave_tokens is not None and leaves_room(wave_tokens, budget, offload)
         room = budget if offload else budget - wave_tokens if is_heeded else budget // 2
         assert prefixes <= room or len(phased.groups) == 1
         for wave in phased.waves:
-            lens = [n for _, piece in wave for n in piece.suffix_lens if n]
+            lens = [n for piece in wave for n in piece.suffix_lens if n]
             is_one_row = len(lens) == 1 and (offload or len(phased.groups) == 1)
             assert prefixes * (not offload) + sum(lens) <= budget or is_one_row
             assert not is_heeded or sum(lens) <= wave_tokens or len(lens) == 1

@@ -12,7 +12,7 @@ from verl_prefix.core.prefix_cache import PrefixCache
 
 SPANS = {
     True: Spans((0, 5, 6, 23), (0, 5, 6, 23)),
-    False: Spans((0, 5, 6, 23), (0, 9, 10, 17), q_parts=(0, 2, 5, 6, 23)),
+    False: Spans((0, 5, 6, 23), (0, 9, 10, 17), q_segments=(0, 2, 5, 6, 23)),
 }
 
 

@@ -15,7 +15,7 @@ from tree_models import FAMILIES, equal_hf, error, measure, small  # noqa: F401
 
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.testing.rollouts import flatten, turn_rollouts
 
 
@@ -64,14 +64,14 @@ def test_what_nests_is_computed_once_and_fits(rows, seed, budget, schedule, wave
             seen.extend(row for group in one.groups for row in group.rows)
             assert alive + one.num_tokens <= max(budget, longest)
             return
-        seen.extend(row for wave in one.waves for _, piece in wave for row in piece.rows)
+        seen.extend(row for wave in one.waves for piece in wave for row in piece.rows)
         for nested in one.nested:
-            walk(nested, alive if offload else alive + sum(group.prefix_len for group in one.groups))
+            walk(nested, alive if offload else alive + sum(group.num_strand_tokens for group in one.groups))
 
     for one in plan.passes:
         if isinstance(one, PhasedPass) and one.nested:
             walk(one, 0)
-            assert sum(each.num_tokens for each in Plan((one,)).every) == _whole(groups, one).num_physical_tokens
+            assert sum(each.num_tokens for each in Plan((one,)).all_passes) == _whole(groups, one).num_physical_tokens
             wanted = sorted(row for group in one.groups for row in group.rows)
             assert sorted(seen) == wanted
             seen.clear()
@@ -86,7 +86,7 @@ def test_a_session_is_planned_however_many_turns_it_has():
     turns, said, thought = 300, 5, 6
     forks = tuple(Fork(0, said * turn) for turn in range(1, turns + 1))
     strand, firsts = Strand(turns - 1, 0, said * turns), tuple(fork.start for fork in forks)
-    group = Group(tuple(range(turns)), said * turns, (thought,) * turns, (strand,), forks, firsts)
+    group = Group(tuple(range(turns)), (thought,) * turns, (strand,), forks, firsts)
     plan = make_plan([group], 200, "auto")
     assert plan.depth > 1 and plan.num_physical_tokens == turns * (said + thought)
 

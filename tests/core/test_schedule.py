@@ -7,6 +7,7 @@ Kernels: torch's CPU flash attention and the dense reference. Does not exercise 
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from verl_prefix.core import attention, layout, prefix_cache
+from verl_prefix.core import attention, forward, groups, layout, planning, prefix_cache
+from verl_prefix.core import schedule as core_schedule
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.schedule import Schedule
+from verl_prefix.models.hookup import HookedModel
+from verl_prefix.testing.rollouts import flatten
 
 TOLERANCE = 1e-9
 FIELDS = dict(
@@ -133,8 +137,8 @@ def broken(monkeypatch, name: str) -> dict:
             for planned in plan.passes:
                 for group in planned.groups:
                     for row in group.rows:
-                        start, end = tokens.offsets[row] + group.prefix_len, tokens.offsets[row + 1]
-                        positions[start:end] -= group.prefix_len
+                        start, end = tokens.offsets[row] + group.num_strand_tokens, tokens.offsets[row + 1]
+                        positions[start:end] -= group.num_strand_tokens
             return dataclasses.replace(tokens, position_ids=positions)
 
         return dict(schedule="packed", edit=edit)
@@ -204,6 +208,35 @@ def test_broken_maths_is_far_off(monkeypatch, name):
     assert max(errors(ours, truth).values()) > 100 * 5e-6, "a broken schedule passes even the fp32 tolerance"
 
 
+def test_the_usage_of_the_readme_equals_repeated_prefix():
+    """The lines of Python in verl_prefix/core/README.md."""
+    lines = (Path(core_schedule.__file__).parent / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    model, rollouts = build(), random_rollouts(SHAPE, 97)
+    tokens, weights, _ = flatten(rollouts, torch.device("cpu"))
+    log_probs = torch.zeros(len(weights), dtype=torch.float64)
+
+    def of_logits(places, logits):
+        return logits.log_softmax(-1).gather(-1, tokens.input_ids[places + 1].unsqueeze(-1))
+
+    def step(layout, outputs):
+        log_probs[layout.read_places + 1] = outputs[:, 0].detach()
+        return (outputs[:, 0] * weights[layout.read_places + 1]).sum()
+
+    def ours():
+        given = dict(
+            keys=[tuple(prompt.tolist()) for prompt in rollouts.prompts], prompt_lens=[*map(len, rollouts.prompts)],
+            response_lens=[*map(len, rollouts.responses)], budget=60, reduce_max=lambda counts: counts, torch=torch,
+            model=HookedModel(model), of_logits=of_logits, step=step, input_ids=tokens.input_ids,
+            position_ids=tokens.position_ids, offsets=tokens.offsets,
+        )  # fmt: skip
+        exec(lines, vars(planning) | vars(forward) | vars(groups) | vars(core_schedule) | given)
+        ends = zip(rollouts.prompts, tokens.offsets, tokens.offsets[1:], strict=False)
+        return [log_probs[start + len(prompt) : end] for prompt, start, end in ends]
+
+    truth = measure(model, lambda: run_stock(model, rollouts))
+    assert max(errors(measure(model, ours), truth).values()) < TOLERANCE
+
+
 def test_a_schedule_keeps_and_offloads_nothing_unasked():
-    plain = Schedule(PackedForward(model=None, outputs=None))
+    plain = Schedule(PackedForward(model=None, of_logits=None))
     assert not plain.forward.keep_attention and not plain.offload

@@ -20,8 +20,8 @@ from tree_models import FAMILIES, TWINS, equal_hf, error, measure, small  # noqa
 
 from verl_prefix.core import layout as layout_module
 from verl_prefix.core.groups import Group
+from verl_prefix.core.planning import make_plan
 from verl_prefix.core.trees import Hashes, cuts_at, group_trees, mix_rows
-from verl_prefix.core.waves import make_plan
 
 PIECES = dict(schedule="phased", budget=50, wave_tokens=12, nests=False)
 RUNS = {
@@ -62,7 +62,7 @@ def test_growing_prompts_are_one_strand():
     offsets = [0, *accumulate(map(len, rows))]
     cuts = [[n - 1 for n in prompts[: i + 1]] for i in range(3)]
     (group,) = group_trees(torch.cat(rows), offsets, prompts, cuts)
-    assert [(strand.start, strand.end) for strand in group.strands] == [(0, 29)] and group.prefix_len == 29
+    assert [(strand.start, strand.end) for strand in group.strands] == [(0, 29)] and group.num_strand_tokens == 29
     assert [fork.start for fork in group.forks] == [9, 19, 29]
 
 
@@ -75,7 +75,7 @@ def groups_of(*rows: list[int], cuts: list[list[int]]) -> list[Group]:
 def test_a_row_that_lies_in_strands_stands_before_the_row_that_begins_with_its_tokens():
     """So that a cut between rows leaves the two together; also before a row that goes on by one token."""
     (group,) = groups_of([1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 8, 8], [1, 2, 3, 4, 5], cuts=[[4], [4], []])
-    assert (group.rows, group.suffix_lens, group.prefix_len) == ((2, 0, 1), (0, 1, 2), 4)
+    assert (group.rows, group.suffix_lens, group.num_strand_tokens) == ((2, 0, 1), (0, 1, 2), 4)
     assert [*group.units()] == [(0, 2), (2, 3)]
 
 
@@ -85,7 +85,7 @@ def test_rows_share_what_stands_before_the_first_and_the_last_cut_that_there_can
     They agree in one token more than they share."""
     rows = [[1, 2, 3, 4], [1, 2, 3, 5]] if cut == 2 else [[1, 2, 3, 4], [1, 2, 5, 6]]
     (group,) = groups_of(*rows, cuts=[[cut], [cut]])
-    assert (group.prefix_len, group.suffix_lens) == (cut, (3 - cut,) * 2)
+    assert (group.num_strand_tokens, group.suffix_lens) == (cut, (3 - cut,) * 2)
     assert len(groups_of(*rows, cuts=[[0, 3], [0, 3]])) == 2, "outside of [1, 2]"
 
 
@@ -142,7 +142,7 @@ def labels_of_the_strand_s_row(patch):
 
     def off(*args):
         reads = made(*args)
-        return reads and reads._replace(tokens=reads.tokens.roll(1))
+        return reads and reads._replace(levels=reads.levels.roll(1), tokens=reads.tokens.roll(1))
 
     patch.setattr(layout_module, "_reads", off)
 
@@ -192,11 +192,11 @@ def test_every_row_is_whole_and_cut_at_its_own_places_alone(rows, seed, budget):
         counted = layout_module.build_layout(one.groups, offsets).multiplicity.sum()
         assert counted == sum(group.num_logical_tokens for group in one.groups)
     for group in [*groups, *(group for one in plan.passes for group in one.groups)]:
-        assert group.prefix_len == sum(strand.end - strand.start for strand in group.strands)
+        assert group.num_strand_tokens == sum(strand.end - strand.start for strand in group.strands)
         for row, fork, n, first in zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, strict=True):
             assert first == len(batch.prompts[row]) - 1
             if not len(batch.responses[row]):
-                assert group == Group((row,), first, (0,))
+                assert group == Group.of_prompt((row,), first, (0,))
                 continue
             assert fork.start + n == len(whole[row]) - 1
             path = [(group.strands[i].row, start, end) for i, start, end in group.strands_before(fork)][::-1]
@@ -225,7 +225,7 @@ def test_a_tree_is_cut_where_the_fewest_tokens_are_computed(rows, seed, budget):
             """Of all ways to cut the units from `first` on into ranges that fit: tokens and number of pieces."""
             found = [(0, 0)] if first == len(units) else []
             for after in range(first + 1, len(units) + 1):
-                piece = group.of(range(units[first][0], units[after - 1][1])).pruned()
+                piece = group.with_rows(range(units[first][0], units[after - 1][1])).pruned()
                 if after == first + 1 or piece.num_physical_tokens <= budget:
                     tokens, pieces = least(after)
                     found.append((piece.num_physical_tokens + tokens, pieces + 1))
@@ -239,7 +239,7 @@ def test_a_tree_is_cut_where_the_fewest_tokens_are_computed(rows, seed, budget):
 
 
 def test_a_prompt_is_cut_behind_as_many_rows_as_fit():
-    cut = [one.groups[0].rows for one in make_plan([Group((*range(7),), 10, (4,) * 7)], 23, "packed").passes]
+    cut = [one.groups[0].rows for one in make_plan([Group.of_prompt((*range(7),), 10, (4,) * 7)], 23, "packed").passes]
     assert cut == [(0, 1, 2), (3, 4, 5), (6,)]
 
 

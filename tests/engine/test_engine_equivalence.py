@@ -772,7 +772,7 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
 
 def _reasons_for_stock(models: dict) -> list[str]:
     data, engine = _batch(0, 512, {}), _engine("prefix", models["qwen3"], {"min_speedup": 1e6})
-    groups = [Group((row,), 10, (5,)) for row in range(len(data))]
+    groups = [Group.of_prompt((row,), 10, (5,)) for row in range(len(data))]
     plans = [engine._paths.plan(BatchRows(data), groups, forward_only, set()) for forward_only in (False, True, False)]
     return [why.reason for why, _ in plans]
 

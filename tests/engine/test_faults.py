@@ -25,7 +25,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.backends import hugging_face
 from verl_prefix.core.errors import add_note, annotate_backwards, annotate_errors
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.engine import headroom, outputs
 from verl_prefix.engine import paths as engine_paths
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
@@ -365,9 +365,9 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
                 monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
         return found
 
-    plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
+    plan = make_plan([Group.of_prompt((0, 1), 300, (20, 30))], 400, "phased")
     own, unkept = (peak_bytes(shape, plan, (), dataclasses.replace(memory, attention_kept=x)) for x in (True, False))
-    left, small = factor * own - unkept, make_plan([Group((0, 1), 30, (2, 3))], 400, "phased")
+    left, small = factor * own - unkept, make_plan([Group.of_prompt((0, 1), 30, (2, 3))], 400, "phased")
     after_kept = factor * own - own if keeps else left
     for made, free, expected in (
         (plan, left, False), (plan, after_kept, keeps), (small, after_kept, keeps), (plan, after_kept, keeps)
@@ -393,7 +393,7 @@ def test_what_another_engine_takes_between_updates_is_no_room(monkeypatch):
     shape = ModelShape(2e6, 0.0, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0)
     memory = Memory(ranks=2, checkpointed=True, no_sync=False, logits_chunk=4096, offload=False)
     costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
-    plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
+    plan = make_plan([Group.of_prompt((0, 1), 300, (20, 30))], 400, "phased")
     needs = peak_bytes(shape, plan, (), dataclasses.replace(memory, attention_kept=True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * needs, 0))
     kept = []
@@ -411,7 +411,7 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
     monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
     shape = ModelShape(2e6, 1e6, 5.0, (None, None), 100.0, 10.0, 5.0, 50, attention=12.0, logits=1000.0)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=None, offload=False)
-    plan = make_plan([Group((0, 1), 300, (3000, 3000))], 10**5, "packed")
+    plan = make_plan([Group.of_prompt((0, 1), 300, (3000, 3000))], 10**5, "packed")
     others = [0.0]
 
     def left(factor: float, one_copy: bool = True, **changed) -> tuple[bool, bool]:
@@ -459,7 +459,7 @@ def test_logits_are_read_once_by_flash_attns_cross_entropy_alone(monkeypatch, fl
 def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
     """Chunks of 4096 logits are less than all only of longer passes."""
     kept = Memory(2, True, False, None, False, attention_kept=attention, all_logits=True)
-    plan = make_plan([Group((0, 1), 30, (suffix, suffix))], 10**5, "packed")
+    plan = make_plan([Group.of_prompt((0, 1), 30, (suffix, suffix))], 10**5, "packed")
     with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, kept):
         raise torch.OutOfMemoryError("injected")
     (note,) = error.value.__notes__
@@ -471,7 +471,7 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
     ("phase_b", "critic.model.enable_gradient_checkpointing"),
 ])  # fmt: skip
 def test_out_of_memory_in_a_critic_names_its_keys(phase, key):
-    plan = make_plan([Group((0,), 30, (20,))], 10**5, "phased")
+    plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
     with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, None, "critic"):
         failed = torch.OutOfMemoryError("injected")
         failed.prefix_phase = phase

@@ -221,5 +221,5 @@ def test_stocks_passes_are_as_many_as_verls_hard_limit_makes(lens, budget):
     shape = ModelShape(
         linear=1.0, head=1.0, pair=1.0, windows=(None,), activations=1.0, boundary=1.0, kv=1.0, vocab_size=1
     )
-    groups = [Group((i,), 0, (n - 1,)) for i, n in enumerate(lens)]
+    groups = [Group.of_prompt((i,), 0, (n - 1,)) for i, n in enumerate(lens)]
     assert len(shape.stock_passes(groups, budget, dense_mask=False)) == len(micro_batches)

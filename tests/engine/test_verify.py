@@ -34,7 +34,6 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import GroupedAttention
 from verl_prefix.core.calls import AttentionParams
-from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
@@ -45,6 +44,7 @@ from verl_prefix.engine.backend import StockFacts
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.verify import Verification, plan_to_check
+from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel
 
 # bf16 is what runs have, and the harder to tell from rounding.
@@ -276,12 +276,12 @@ def test_a_state_that_a_fork_writes_into_is_caught_by_the_next_wave(dtype):
 def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     """In fp32 the rounding of log-sum-exps is the larger part where many values have a mean."""
     torch.manual_seed(0)
-    group = Group((0, 1), prefix_len, (24, 24))
+    group = Group.of_prompt((0, 1), prefix_len, (24, 24))
     layout = build_layout([group], [0, prefix_len + 24])
     q, k = (torch.randn(layout.num_tokens, heads, 16).to(dtype) for heads in (4, 2))
     v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
     scores = AttentionParams(0.25)
-    out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, (), 0)
+    out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, (), 0, None, None)
     found = [verify.LayerProbe() for _ in range(2)]
     found[0].attention(0, layout, q, k, v, None, scores, out)
     found[1].attention(0, layout, q, k, v, None, scores, out * (1 + 1e-2))
@@ -311,10 +311,10 @@ def test_wrong_positions_are_caught_by_log_probs(dtype):
 def test_a_tree_that_no_budget_holds_is_checked_whole_by_what_its_engine_runs(nests):
     """Stages of a pipeline, which nest no passes, would leave out the rows of nested ones."""
     strands = (Strand(0, 0, 9), Strand(0, 9, 39, 0), Strand(1, 9, 39, 0))
-    group = Group((0, 1, 2), 69, (5, 5, 5), strands, (Fork(1, 39), Fork(2, 39), Fork(0, 9)), (39, 39, 9))
+    group = Group((0, 1, 2), (5, 5, 5), strands, (Fork(1, 39), Fork(2, 39), Fork(0, 9)), (39, 39, 9))
     plans = {path: plan_to_check(group, 50, path, nests) for path in ("packed", "phased")}
     assert {path: plan.depth for path, plan in plans.items()} == {"packed": 1, "phased": 3 if nests else 1}
-    in_waves = sorted(row for wave in plans["phased"].waves for _, piece in wave for row in piece.rows)
+    in_waves = sorted(row for wave in plans["phased"].waves for piece in wave for row in piece.rows)
     assert in_waves == ([] if nests else [0, 1, 2])
 
 
@@ -338,7 +338,11 @@ def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_r
     the other rank, which stands in here, has an image with every row."""
     image, clip = {"pixel_values": torch.ones(1)}, {"pixel_values_videos": torch.ones(1)}
     data, backend = _vision_rows([[1]] * 6, [image, image | clip, image, {}, clip, None])
-    groups = [Group((0, 1), 1, (1, 1)), Group((2, 3), 1, (1, 1)), Group((4, 5), 1, (1, 1))]
+    groups = [
+        Group.of_prompt((0, 1), 1, (1, 1)),
+        Group.of_prompt((2, 3), 1, (1, 1)),
+        Group.of_prompt((4, 5), 1, (1, 1)),
+    ]
     backend.ranks.max_over_ranks = lambda lacking: [a or b for a, b in zip(lacking, (False, True), strict=True)]
     assert Verification(backend, None, None)._candidates(data, groups, 100) == groups[1:]
     # With VeOmni every row runs it twice, so that any will do.
@@ -350,8 +354,8 @@ def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_r
 def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
     """A model may sample the token of an image (5) or video (6)."""
     data, backend = _vision_rows([[1, 1], [1, 5], [6, 1], [1, 1]], [{"pixel_values": torch.ones(1)}] * 4)
-    groups = [Group((0, 1), 2, (2, 2)), Group((2,), 2, (2,)), Group((3,), 2, (2,))]
-    tree = Group((0, 1, 3), 3, (1, 0, 2), (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2)))
+    groups = [Group.of_prompt((0, 1), 2, (2, 2)), Group.of_prompt((2,), 2, (2,)), Group.of_prompt((3,), 2, (2,))]
+    tree = Group((0, 1, 3), (1, 0, 2), (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2)))
     tree = replace(tree, first_outputs=(2, 2, 2))
     candidates = Verification(backend, None, None)._candidates
     assert [group.rows for group in candidates(data, groups, 100)] == [(0,), (3,)]
@@ -366,7 +370,7 @@ def test_a_check_that_failed_is_due_again(monkeypatch):
     verdict = mock.Mock(side_effect=[torch.OutOfMemoryError(), verify.Verdict(0.0, 0.0, -1, 0.0, None, 0.0, "")])
     monkeypatch.setattr(checks, "_verdict", verdict)
     backend.shape = types.SimpleNamespace(recurrent_layers=0)
-    args = data, [Group((0, 1), 2, (2, 2))], 100, Plan(()), Loss(None)
+    args = data, [Group.of_prompt((0, 1), 2, (2, 2))], 100, Plan(()), Loss(None)
     with pytest.raises(torch.OutOfMemoryError):
         checks.check(*args)
     assert "prefix/verify_log_probs" in checks.check(*args) and not checks.check(*args)

@@ -230,8 +230,8 @@ def test_a_loss_that_cannot_is_refused_and_what_needs_every_row_gets_it(ranks, m
 
 
 def test_whole_units_are_left_out():
-    group = Group((3, 4, 5), 10, (2, 0, 4))
-    kept, left = leave_out([group, Group((0, 1), 3, (1, 1))], {0, 1, 4, 5})
+    group = Group.of_prompt((3, 4, 5), 10, (2, 0, 4))
+    kept, left = leave_out([group, Group.of_prompt((0, 1), 3, (1, 1))], {0, 1, 4, 5})
     assert [one.rows for one in kept] == [(3,)] and [one.rows for one in left] == [(4, 5), (0, 1)]
     assert leave_out([group], set()) == ([group], [])
 

@@ -8,36 +8,29 @@ from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
 
 
+def changed_states(patch, change):
+    """Suffixes start from other states: change(attention_pass, key, states)."""
+    made = recurrence._initial_states
+
+    def changed(attention_pass, key, own, of, device):
+        found = made(attention_pass, key, own, of, device)
+        return found if found is None or of == "strands" else change(attention_pass, key, found)
+
+    patch.setattr(recurrence, "_initial_states", changed)
+
+
 def states_of_zero(patch):
     """Suffixes start as if they had no prefix."""
-    made = recurrence._continued
-
-    def zero(*args):
-        found = made(*args)
-        return None if found is None else torch.zeros_like(found)
-
-    patch.setattr(recurrence, "_continued", zero)
+    changed_states(patch, lambda attention_pass, key, found: torch.zeros_like(found))
 
 
 def scan_states_of_zero(patch):
     """Of the two that a layer leaves, its convolution's inputs are right."""
-    made = recurrence._continued
-
-    def zero(attention_pass, key, *args):
-        found = made(attention_pass, key, *args)
-        return found if found is None or key[0] != "scan" else torch.zeros_like(found)
-
-    patch.setattr(recurrence, "_continued", zero)
+    changed_states(patch, lambda attention_pass, key, found: torch.zeros_like(found) if key[0] == "scan" else found)
 
 
 def conv_tail_one_token_off(patch):
-    made = recurrence._continued
-
-    def off(attention_pass, key, *args):
-        found = made(attention_pass, key, *args)
-        return found if found is None or key[0] == "scan" else found.roll(1, dims=1)
-
-    patch.setattr(recurrence, "_continued", off)
+    changed_states(patch, lambda attention_pass, key, found: found if key[0] == "scan" else found.roll(1, dims=1))
 
 
 def gradients_dropped_in_packed(patch):
@@ -70,17 +63,16 @@ def fork_writes_into_the_state(patch):
 
 def states_of_another_ranks_heads(patch):
     """Under sequence parallelism."""
-    made = recurrence._continued
 
-    def others(attention_pass, key, *args):
-        found, shards = made(attention_pass, key, *args), attention_pass.shards
-        if found is None or key[0] != "scan":
+    def others(attention_pass, key, found):
+        if key[0] != "scan":
             return found
+        shards = attention_pass.shards
         of_ranks = [torch.empty_like(found) for _ in range(shards.size)]
         torch.distributed.all_gather(of_ranks, found.detach().contiguous(), group=shards.group)
         return found + (of_ranks[shards.rank - 1] - found).detach()
 
-    patch.setattr(recurrence, "_continued", others)
+    changed_states(patch, others)
 
 
 def channels_in_wrong_order(patch):

@@ -10,8 +10,8 @@ from verl_prefix.core.forward import PackedForward, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan
+from verl_prefix.core.planning import make_plan, pad_to_same_passes
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import make_plan, pad_to_same_passes
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.testing.rollouts import Rollouts, flatten
 

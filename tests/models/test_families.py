@@ -349,7 +349,7 @@ def test_one_long_response_pads_no_short_one(monkeypatch):
     ids=["packed", "phased", "nested"],
 )
 def test_dummies_of_a_rank_without_rows_give_every_parameter_a_gradient_of_zero(family, shapes):
-    """shapes: what other ranks run, as `waves.pad_to_same_passes` asks for it."""
+    """shapes: what other ranks run, as `planning.pad_to_same_passes` asks for it."""
     model, answers = build(family), iter(shapes)
     assert run_shared(model, random_rollouts([], 128), "auto", reduce_max=lambda counts: next(answers)) == []
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

@@ -175,12 +175,12 @@ def test_vision_models(family, checkpointed, pattern, paths, float64_inside):  #
 def test_a_wave_that_needs_no_gradient_sends_back_those_of_its_prefix(anchored):
     """Against autograd on the dense formula. Without the anchor autograd never visits the wave's attention."""
     generator = torch.Generator().manual_seed(0)
-    group, prefix_len = Group((0, 1), 7, (3, 2)), 7
+    group, prefix_len = Group.of_prompt((0, 1), 7, (3, 2)), 7
     rows = torch.randn(3, prefix_len + 5, 2, 8, generator=generator, dtype=torch.float64)  # q, k, v of all tokens
     prefix = [x[:prefix_len].clone().requires_grad_() for x in rows[1:]]
     cache = PrefixCache()
     cache.capture(0, *prefix)
-    wave = build_layout([group], [0, 20], build_layout([group], [0, 20], suffixes=False), strands=False)
+    wave = build_layout([group], [0, 20], "wave", build_layout([group], [0, 20], "phase_a"))
     q, k, v = (x[prefix_len:] for x in rows)
     anchor = cache.anchors[0] if anchored else None
     out = GroupedAttention.apply(q, k, v, None, wave, cpu, AttentionParams(0.3), (cache,), 0, None, anchor)

@@ -154,7 +154,7 @@ def test_a_row_that_is_cut_inside_an_image_is_refused():
     pixels = {"pixel_values": torch.zeros(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     batch = vision.PixelBatch([pixels], torch.tensor([5, 5, 5, 5, 4]), [0, 5], config)
     with pytest.raises(ValueError, match=r"cut inside an image or clip: after 3 of their tokens, .* end at \[4\]"):
-        batch.of([Group((0,), 3, (2,))], torch.device("cpu"))
+        batch.of([Group.of_prompt((0,), 3, (2,))], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("model_type", ["glm4v", "glm4v_moe", "glm46v"])

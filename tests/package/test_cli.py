@@ -126,14 +126,17 @@ NO_VERL = "verl is not installed here: run pip install . in a clone of this pack
         ("bench --grid tiny", 2, "", "verl-prefix bench: torch is not installed here: pip install torch\n"),
     ],
 )
-def test_where_verl_is_not_installed_one_line_says_what_installs_it(files, words, code, out, err) -> None:
-    """Python without its packages (-S) has none but its own."""
+def test_where_verl_is_not_installed_one_line_says_what_installs_it(files, tmp_path, words, code, out, err) -> None:
+    """Python without its packages (-S) has none but its own. A clone in which a wheel was built has metadata of ours."""
     command = [sys.executable, "-S", "-m", "verl_prefix.cli", *words.split()]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    (tmp_path / "verl_prefix").symlink_to(ROOT / "verl_prefix")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=env, cwd=files, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
     if words == "doctor":
-        done = subprocess.run([*command, "--json"], env=env, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            [*command, "--json"], env=env, cwd=files, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 1 and json.loads(done.stdout)["verdict"] == NO_VERL.strip()
 
 

@@ -53,7 +53,7 @@ def test_files_that_are_changed_and_tests_that_are_asked_exist(mutants) -> None:
 def test_counts_of_several_runs_are_those_of_all_their_mutants(mutants) -> None:
     def one(shown: str, **more: object) -> dict:
         case = {"result": "wrong", "fp32": "sees", "bf16": "raises"} if shown == "wrong" else {"result": shown}
-        return {"file": "core/waves.py", "shown by": shown, "ranks": [[case]], **more}
+        return {"file": "core/planning.py", "shown by": shown, "ranks": [[case]], **more}
 
     runs = [
         {"schema": "mutants/1", "drawn_from": 9, "mutants": [one("wrong"), one("raises")]},
@@ -64,8 +64,8 @@ def test_counts_of_several_runs_are_those_of_all_their_mutants(mutants) -> None:
         },
     ]
     found = mutants.figures(runs)
-    assert (found["drawn_from"], found["mutants"], found["files"]) == (16, 4, ["core/waves.py"])
-    assert found["why"] == {"core/waves.py": {"x": 1}} and found["schema"] == "mutants/1"
+    assert (found["drawn_from"], found["mutants"], found["files"]) == (16, 4, ["core/planning.py"])
+    assert found["why"] == {"core/planning.py": {"x": 1}} and found["schema"] == "mutants/1"
     assert found["summary"] == {
         "wrong": 1, "raises": 1, "nothing": 2, "tests": {"seen": 1, "equal": 1, "new": 0},
         "self_check": {"wrong": 1, "fp32": 1, "fp32_raises": 0, "bf16": 0, "bf16_raises": 1},

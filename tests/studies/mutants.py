@@ -36,8 +36,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
-    "attention", "calls", "groups", "layout", "nesting", "offload", "plan", "prefix_cache", "recurrence", "schedule",
-    "trees", "waves",
+    "attention", "calls", "groups", "layout", "nesting", "offload", "plan", "planning", "prefix_cache", "recurrence",
+    "schedule", "states", "trees",
 )  # fmt: skip
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",
@@ -83,11 +83,12 @@ TESTS = {
     "tests/engine/test_sequence_parallel.py",
     "core/recurrence": f"{FAMILIES}one_long_response_pads_no_short_one {FAMILIES}family_equals_hf {VERIFY} "
     "tests/models/test_recurrent_packages.py",
+    "core/states": f"tests/core/test_trees.py {FAMILIES}family_equals_hf {VERIFY}",
     "core/schedule": "tests/core/test_schedule.py tests/core/test_lifetime.py tests/core/test_offload.py "
     f"{DUMMIES} tests/engine/test_engine_equivalence.py::test_lm_head_runs_where_the_loss_reads_alone",
-    "core/trees": "tests/core/test_trees.py", "core/nesting": NESTING, "core/plan": LAYOUTS,
+    "core/trees": "tests/core/test_trees.py", "core/nesting": NESTING, "core/plan.py": LAYOUTS,
     "core/groups": LAYOUTS, "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py",
-    "core/waves": f"tests/core/test_groups_layout.py {CUT} {COST}passes_of_a_plan_count_each_token_once "
+    "core/planning": f"tests/core/test_groups_layout.py {CUT} {COST}passes_of_a_plan_count_each_token_once "
     f"{COST}what_does_not_fit_is_cut_or_phased_by_cost {COST}waves_hide_their_own_cost_for_an_eighth_of_memory "
     f"{COST}plan_says_what_the_engine_does",
     "core/offload": "tests/core/test_offload.py tests/core/test_fsdp.py tests/core/test_lifetime.py",

@@ -99,7 +99,9 @@ def predicted(stages: int, which: str) -> dict[str, list[float]]:
     prompt, response, size, groups, budget = BATCHES[which]
     shape = ModelShape(1.0, 0.0, 0.0, (None,) * 4, 1.0, 1.0, 1.0, 1)
     # The engine's groups: a prefix without its last token, whose outputs suffixes begin with.
-    rows = [Group(tuple(range(i * size, (i + 1) * size)), prompt - 1, (response,) * size) for i in range(groups)]
+    rows = [
+        Group.of_prompt(tuple(range(i * size, (i + 1) * size)), prompt - 1, (response,) * size) for i in range(groups)
+    ]
     found = {}
     for arm in ("stock", *ARMS):
         memory = Memory(1, False, False, None, False, division=Division(stages, stages=stages))

@@ -90,7 +90,7 @@ def seeing(kind: str, layers: int = 1, depth: int = 2) -> PretrainedConfig:
 
 
 def small_job(dtype: torch.dtype, checkpointing: bool) -> Job:
-    groups = (Group((0, 1, 2), 192, (64, 70, 50)), Group((3,), 100, (30,)))
+    groups = (Group.of_prompt((0, 1, 2), 192, (64, 70, 50)), Group.of_prompt((3,), 100, (30,)))
     return Job(SMALL, groups, budget=600, wave_tokens=128, logits_chunk=100, checkpointing=checkpointing,
                master=dtype, dtype=dtype, kept=99)  # fmt: skip
 
@@ -98,8 +98,9 @@ def small_job(dtype: torch.dtype, checkpointing: bool) -> Job:
 def clip_job(kind: str, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False) -> Job:
     """Three responses to a clip, whose 120 tokens the prompt begins with."""
     return replace(
-        small_job(dtype, checkpointing), config=seeing(kind), groups=(Group((0, 1, 2), 192, (128, 140, 100)),),
-        budget=1024, grids=(((1, 24, 20) if "glm" in kind else (2, 12, 20),),),
+        small_job(dtype, checkpointing), config=seeing(kind), budget=1024,
+        groups=(Group.of_prompt((0, 1, 2), 192, (128, 140, 100)),),
+        grids=(((1, 24, 20) if "glm" in kind else (2, 12, 20),),),
     )  # fmt: skip
 
 
@@ -191,9 +192,9 @@ def test_attention_counts_what_real_products_of_queries_with_their_keys_do(elsew
     kernel's backward also makes the scores again, half a forward."""
     seen = []
     for group in small_job(torch.bfloat16, False).groups:
-        whole = [range(1, group.prefix_len + 2 + n) for n in group.suffix_lens]
-        own = [range(group.prefix_len + 1, group.prefix_len + 1 + n) for n in group.suffix_lens]
-        seen += whole if name == "stock" else [range(1, group.prefix_len + 1), *own]
+        whole = [range(1, group.num_strand_tokens + 2 + n) for n in group.suffix_lens]
+        own = [range(group.num_strand_tokens + 1, group.num_strand_tokens + 1 + n) for n in group.suffix_lens]
+        seen += whole if name == "stock" else [range(1, group.num_strand_tokens + 1), *own]
     forward, both = map(sum, zip(*(products(n) for row in seen for n in row), strict=True))
     assert elsewhere(attention_flops, name) == pytest.approx(both + forward / 2, rel=1e-9)
 
@@ -218,7 +219,7 @@ def test_what_is_offloaded_is_what_a_real_run_offloads(elsewhere):
 
 def copies() -> tuple[dict, dict]:
     """Phases of one update on 4 ranks, and on two copies of them on two nodes."""
-    job = Job(SMALL, (Group((0, 1), 200, (64, 30)),), budget=1 << 16, ranks=4)
+    job = Job(SMALL, (Group.of_prompt((0, 1), 200, (64, 30)),), budget=1 << 16, ranks=4)
     nodes = replace(H100, per_node=4)
     return tuple(
         as_json(simulator.simulate(one, [ARMS["packed"]], nodes, log_probs=False)[0])["phases"]["packed"]
@@ -238,7 +239,7 @@ def test_copies_of_the_parameters_sum_their_shards_gradients(elsewhere):
 
 def simulated(name: str, broken: str = "", log_probs: bool = True) -> dict:
     """Phases of one update at 8B width, four layers, eight ranks."""
-    groups = (Group((0, 1, 2, 3), 8192, (512,) * 4),)
+    groups = (Group.of_prompt((0, 1, 2, 3), 8192, (512,) * 4),)
     job = Job(WIDE, groups, budget=1 << 20 if name != "stock" else 2 * 8705, ranks=8, wave_tokens=1024,
               logits_chunk=1 << 20 if broken == "logits are not chunked" else 1000)  # fmt: skip
     kept = []
@@ -324,7 +325,7 @@ def test_what_is_broken_on_purpose_moves_them(elsewhere, name, broken, phase, sa
 def long_prompt(arms: list[Arm], budget: int = 12289, checkpointing: bool = True) -> list[tuple[float, float, float]]:
     """Seconds, GiB and FLOPs of an update of Llama3-8B on 8 H100s, P 10240, S 2048, G 8; a row a pass by default."""
     config = LlamaConfig.from_dict(WIDE.to_dict() | {"num_hidden_layers": 32})
-    groups = (Group(tuple(range(8)), 10240, (2048,) * 8),)
+    groups = (Group.of_prompt(tuple(range(8)), 10240, (2048,) * 8),)
     waves = None if checkpointing else 2048  # else two responses, whose activations are most of what there is
     job = Job(config, groups, budget, ranks=8, checkpointing=checkpointing, wave_tokens=waves)
     found = map(as_json, simulator.simulate(job, arms, H100, log_probs=False))
@@ -356,7 +357,7 @@ def tied_peaks() -> list[float]:
         hidden_size=512, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=8,
         head_dim=64, vocab_size=4000, tie_word_embeddings=True,
     )  # fmt: skip
-    job = Job(config, (Group((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
+    job = Job(config, (Group.of_prompt((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
     phases = [run(job, [ARMS["packed"]], H100, False)[0] for run in (simulator.simulate, simulator._run)]
     return [one["packed"]["peak"] for one in phases]
 
@@ -374,7 +375,7 @@ def deep_peaks() -> dict[str, tuple[float, float, float]]:
         hidden_size=512, intermediate_size=512, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
         head_dim=64, vocab_size=64000, tie_word_embeddings=False,
     )  # fmt: skip
-    job = Job(config, tuple(Group((i, i + 1), 2000, (50, 50)) for i in (0, 2)), budget=1 << 16, ranks=4)
+    job = Job(config, tuple(Group.of_prompt((i, i + 1), 2000, (50, 50)) for i in (0, 2)), budget=1 << 16, ranks=4)
     job = replace(job, shape=whole_shape(job))
     told, seen = (run(job, [ARMS["phased"]], H100, False)[0] for run in (simulator.simulate, simulator._run))
     configs, times = simulator._depths(config)
@@ -403,7 +404,7 @@ def head_tokens(**changed: Any) -> dict[str, float]:
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         head_dim=32, vocab_size=1000, tie_word_embeddings=False,
     )  # fmt: skip
-    job = replace(Job(config, (Group((0, 1), 300, (3000, 3000)),), budget=1 << 16, ranks=2), **changed)
+    job = replace(Job(config, (Group.of_prompt((0, 1), 300, (3000, 3000)),), budget=1 << 16, ranks=2), **changed)
     rooms = {"room": H100, "none": replace(H100, capacity=1.0)}
     found = {}
     for name, hardware in rooms.items():
@@ -428,7 +429,7 @@ MOE = Qwen3MoeConfig(
 
 def linear_flops(config: PretrainedConfig, lora: dict | None) -> tuple[float, float, float]:
     """(simulated FLOPs of the layers' matmuls in a packed log-prob pass, those of `model_shape`, optimizer's GiB)."""
-    job = Job(config, (Group((0, 1), 200, (64, 30)),), budget=1 << 16, ranks=2, lora=lora)
+    job = Job(config, (Group.of_prompt((0, 1), 200, (64, 30)),), budget=1 << 16, ranks=2, lora=lora)
     phases = simulator.simulate(job, [ARMS["packed"]], H100)[0]
     with torch.device("meta"):
         shape = model_shape(AutoModelForCausalLM.from_config(config), torch.bfloat16)
@@ -591,7 +592,7 @@ def syncs(kind: str, layers: int) -> list[dict[str, float]]:
         "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=32),  # with attention sinks
     }
     config = AutoConfig.for_model(kind, **SIZES, **fields.get(kind, {}), num_hidden_layers=layers)
-    groups = (Group((0, 1, 2), 300, (1, 64, 130)), Group((3,), 50, (1,)))
+    groups = (Group.of_prompt((0, 1, 2), 300, (1, 64, 130)), Group.of_prompt((3,), 50, (1,)))
     job = Job(config, groups, 600, ranks=2, wave_tokens=128, logits_chunk=50, kept=1)
     return without_step(job, [Arm("packed"), Arm("phased"), Arm("phased", offload=True)], "host_syncs")
 
@@ -656,7 +657,7 @@ def kernel_on_fake_tensors(kernel: str) -> tuple[Counter[str], list[float]]:
     layers with and without a window, attention sinks, checkpointing, chunks of logits and one-token responses."""
     experts = dict(num_local_experts=4, num_experts_per_tok=2)
     config = AutoConfig.for_model("gpt_oss", **SIZES, **experts, sliding_window=32, num_hidden_layers=2)
-    groups = (Group((0, 1, 2), 300, (1, 64, 130)), Group((3,), 50, (1,)))
+    groups = (Group.of_prompt((0, 1, 2), 300, (1, 64, 130)), Group.of_prompt((3,), 50, (1,)))
     job = Job(config, groups, 600, wave_tokens=128, logits_chunk=50, kept=9, master=torch.bfloat16)
     found = package_on_fake_tensors(kernel) if kernel.startswith("FA") else None
     counted = Counted(flash_attn if found else KERNELS[kernel])
@@ -686,10 +687,10 @@ def test_kernel_modules_run_on_tensors_without_values_and_wait_for_nothing(elsew
 def fitting(gib: float) -> tuple[dict, list[float]]:
     """What fits one layer, and the peaks of the prompt that is said to, and of one a twentieth longer."""
     config = LlamaConfig.from_dict(SMALL.to_dict() | dict(num_hidden_layers=1, max_position_embeddings=1400))
-    job = Job(config, (Group((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
+    job = Job(config, (Group.of_prompt((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
     found = fit(job, H100, gib, [ARMS["packed"]])["packed"]
     prompts = [found["prompt"], found["prompt"] * 1.05]
-    groups = [Group((0, 1), int(prompt), (300, 300)) for prompt in prompts]
+    groups = [Group.of_prompt((0, 1), int(prompt), (300, 300)) for prompt in prompts]
     jobs = [replace(job, groups=(group,), budget=1 << 40, kept=1) for group in groups]
     arm = replace(ARMS["packed"], keeps_attention=False)
     return found, [as_json(simulator.simulate(one, [arm], H100)[0])["peak_gib"] for one in jobs]
@@ -700,7 +701,7 @@ def test_the_search_of_what_fits_shows_its_progress_on_a_terminal(monkeypatch, c
     monkeypatch.setattr(report, "simulate", lambda *_: [{}])
     monkeypatch.setattr(report, "as_json", lambda _: {"peak_gib": 1.0})
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
-    job = Job(SMALL, (Group((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
+    job = Job(SMALL, (Group.of_prompt((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
     assert fit(job, H100, 75, list(ARMS.values())[:2]).keys() == set(list(ARMS)[:2])
     printed = capsys.readouterr()
     assert printed.out == "" and ("2/2" in printed.err) == terminal
@@ -709,7 +710,7 @@ def test_the_search_of_what_fits_shows_its_progress_on_a_terminal(monkeypatch, c
 def progress_of_arms(terminal: bool) -> str:
     """What `compare` writes to stderr of two arms of a model of two layers."""
     with contextlib.redirect_stderr(io.StringIO()) as err, mock.patch.object(err, "isatty", lambda: terminal):
-        compare(Job(SMALL, (Group((0, 1), 600, (300, 200)),), budget=1 << 16), H100, list(ARMS.values())[:2])
+        compare(Job(SMALL, (Group.of_prompt((0, 1), 600, (300, 200)),), budget=1 << 16), H100, list(ARMS.values())[:2])
     return err.getvalue()
 
 
@@ -740,7 +741,7 @@ def seconds_of_empty_blocks() -> list[float]:
         hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, vocab_size=1000, tie_word_embeddings=False,
     )  # fmt: skip
-    job = Job(config, (Group((0, 1, 2), 1000, (100, 100, 100)),), budget=1 << 16, ranks=2)
+    job = Job(config, (Group.of_prompt((0, 1, 2), 1000, (100, 100, 100)),), budget=1 << 16, ranks=2)
     gpus = (replace(H100, empty_block=seconds) for seconds in (1e-3, 2e-3))
     return [simulator.simulate(job, [ARMS["packed"]], gpu, False)[0]["packed"]["seconds"] for gpu in gpus]
 

@@ -21,7 +21,7 @@ MOE = AutoConfig.for_model(
     "qwen3_moe", hidden_size=HIDDEN, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=LAYERS,
     num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=1024, num_experts=16, num_experts_per_tok=TOP,
 )  # fmt: skip
-PAIRS = Group((0, 1), 255, (128, 128))
+PAIRS = Group.of_prompt((0, 1), 255, (128, 128))
 TOKENS = 255 + 2 * 128
 JOB = Job(MOE, (PAIRS,), TOKENS, ranks=8, veomni=True, checkpointing=False)
 PACKED = Arm("packed", keeps_attention=False, all_logits=False)
@@ -94,7 +94,7 @@ def qwen3_30b() -> tuple[PretrainedConfig, ModelShape]:
 )
 def test_the_peak_is_within_15_per_cent_of_the_simulated_one(path, expert_ranks, checkpointing):
     config, shape = qwen3_30b()
-    group = Group(tuple(range(8)), 2047, (2048,) * 8)
+    group = Group.of_prompt(tuple(range(8)), 2047, (2048,) * 8)
     job = Job(
         config, (group,), 16384, 32, veomni=True, expert_ranks=expert_ranks, checkpointing=checkpointing, shape=shape
     )

@@ -28,7 +28,7 @@ SIZES = dict(
 )  # fmt: skip
 DENSE = AutoConfig.for_model("llama", **SIZES)
 MOE = AutoConfig.for_model("qwen3_moe", **SIZES, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=TOP)
-ROWS = Group((0, 1), 255, (128, 128))
+ROWS = Group.of_prompt((0, 1), 255, (128, 128))
 TOKENS, OUTPUTS = 255 + 2 * 128, 2 * 128
 PACKED = Arm("packed", keeps_attention=False)
 
@@ -120,7 +120,7 @@ def test_stages_run_their_part_of_every_pass(path):
     for the last one's gradient. One micro-batch of verl's has the two rows of a group."""
     layers, arm = 6, replace(PACKED, path=path)
     config = AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": layers})
-    groups = tuple(Group((2 * i, 2 * i + 1), 255, (128, 128)) for i in range(4))
+    groups = tuple(Group.of_prompt((2 * i, 2 * i + 1), 255, (128, 128)) for i in range(4))
     one = Job(config, groups, 2 * (256 + 128), 2, 2, division=Division(4, 2, True))
     job = replace(one, replicas=4, division=replace(one.division, world=8, stages=2))
     whole = replace(one, shape=whole_shape(one))
@@ -158,7 +158,7 @@ LLAMA3_8B = AutoConfig.for_model(
 @pytest.mark.parametrize(("checkpointing", "sequence", "context"), two_of_8((True, False), (True, False), (1, 2)))
 def test_the_peak_is_within_15_per_cent_of_the_simulated_one(checkpointing, sequence, context):
     division = Division(8, 2, sequence)
-    group = Group(tuple(range(8)), 4095, (1024,) * 8)
+    group = Group.of_prompt(tuple(range(8)), 4095, (1024,) * 8)
     options = {"checkpointing": checkpointing, "sequence_ranks": context}
     job = Job(LLAMA3_8B, (group,), 12288, 2, 4, division=division, **options)
     shape = whole_shape(job)
@@ -184,16 +184,16 @@ def test_recomputation_is_read_and_waves_are_long():
     assert (full.checkpointed, full.span, full.block) == (True, 4, None)
     block = memory(recompute_granularity="full", recompute_method="block", recompute_num_layers=10)
     assert (block.checkpointed, block.span, block.block) == (True, 1, 10)
-    shape, rows = whole_shape(Job(LLAMA3_8B, (), 1)), [Group(tuple(range(8)), 8191, (1024,) * 8)]
+    shape, rows = whole_shape(Job(LLAMA3_8B, (), 1)), [Group.of_prompt(tuple(range(8)), 8191, (1024,) * 8)]
     stock = shape.stock_passes(rows, 9216, dense_mask=False)
     kept = [
         peak_bytes(shape, None, stock, one) for one in (memory(recompute_granularity="full"), full, block, memory())
     ]
     assert kept[0] < kept[2] < kept[3] and kept[1] != kept[0]
-    rows = [Group(tuple(range(8)), 32767, (1024,) * 8)]
+    rows = [Group.of_prompt(tuple(range(8)), 32767, (1024,) * 8)]
     memory_of_waves = replace(memory(recompute_granularity="full"), logits_chunk=512)
     (phased,) = CostModel(shape, False, None, 1.0, memory_of_waves).plan(rows, 34000, "phased").phased
-    assert max(sum(piece.num_suffix_tokens for _, piece in wave) for wave in phased.waves) == LONG_WAVE
+    assert max(sum(piece.num_suffix_tokens for piece in wave) for wave in phased.waves) == LONG_WAVE
 
 
 @pytest.mark.parametrize(

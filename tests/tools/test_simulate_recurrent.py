@@ -42,7 +42,7 @@ def wide(checkpointing: bool = True, layers: int = 8, sequence_ranks: int = 1) -
         "qwen3_5_text", hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers, vocab_size=248320
     )
     n = sequence_ranks
-    groups = (Group(tuple(range(ROWS)), n * PREFIX, (n * SUFFIX,) * ROWS),)
+    groups = (Group.of_prompt(tuple(range(ROWS)), n * PREFIX, (n * SUFFIX,) * ROWS),)
     return Job(config, groups, budget=1 << 20, ranks=8, checkpointing=checkpointing, kept=99, sequence_ranks=n)
 
 
@@ -61,7 +61,7 @@ def small(kind: str, layers: int = 4) -> PretrainedConfig:
 
 
 def small_job(kind: str, layers: int = 4) -> Job:
-    groups = (Group((0, 1, 2), 300, (1, 64, 130)), Group((3,), 50, (1,)))
+    groups = (Group.of_prompt((0, 1, 2), 300, (1, 64, 130)), Group.of_prompt((3,), 50, (1,)))
     return Job(small(kind, layers), groups, budget=1200, ranks=2, wave_tokens=128, logits_chunk=50, kept=9)
 
 
@@ -228,7 +228,7 @@ def cached(job: Job, broken: str = "") -> float:
 def test_the_prefix_cache_holds_one_state_per_prefix(elsewhere):
     """In fp32 as counted; the convolutions' tails in bf16, which the count has in fp32 too."""
     job = wide(layers=4)
-    job = replace(job, groups=(*job.groups, Group(tuple(range(ROWS, 2 * ROWS)), PREFIX, (SUFFIX,) * ROWS)))
+    job = replace(job, groups=(*job.groups, Group.of_prompt(tuple(range(ROWS, 2 * ROWS)), PREFIX, (SUFFIX,) * ROWS)))
     shape, text = whole_shape(job), job.config
     keys, values = (text.linear_num_key_heads * text.linear_key_head_dim,
                     text.linear_num_value_heads * text.linear_value_head_dim)  # fmt: skip

@@ -222,14 +222,14 @@ def phased_update(
     )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
     check_waves(max_tokens, wave_tokens, offload)
-    forward = PackedForward(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk)
+    forward = PackedForward(HookedModel(model), batch.of_logits, kernel=attention, logits_chunk=logits_chunk)
     return _waves(Schedule(forward, offload=offload), batch, batch.plan("phased", max_tokens, wave_tokens, offload))
 
 
 @contextmanager
 def _waves(schedule: Schedule, batch: Batch, plan: Plan) -> Iterator[Iterator[Wave]]:
     """The context of `phased_update`."""
-    planned, num_waves = plan.phased, plan.num_steps
+    planned, num_waves = plan.phased, plan.num_losses
     missing = num_waves
 
     def iterate(phases: ExitStack, forwards: Iterator[PassOutputs]) -> Generator[Wave, None, None]:
@@ -266,7 +266,7 @@ def _by_row(
         schedule = "phased" if _no_graph(model.model, batch, max_tokens) else "packed"
     hidden: set[int] = set()
     forward = PackedForward(
-        model, batch.outputs, kernel=attention, logits_chunk=logits_chunk,
+        model, batch.of_logits, kernel=attention, logits_chunk=logits_chunk,
         context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
         pass_type=functools.partial(_GraphPass, hidden) if torch.is_grad_enabled() else AttentionPass,
     )  # fmt: skip
@@ -297,7 +297,7 @@ class _GraphPass(AttentionPass):
         super().__init__(*args, **options)
         self.hidden = hidden
 
-    def attended(self, layer: int, *args: Any, **options: Any) -> None:
+    def on_attention(self, layer: int, *args: Any, **options: Any) -> None:
         if not torch.is_grad_enabled():
             self.hidden.add(layer)
 

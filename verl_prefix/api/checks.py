@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from verl_prefix.core.waves import leaves_room
+from verl_prefix.core.planning import leaves_room
 from verl_prefix.models import support, vision
 from verl_prefix.versions import check_transformers_version
 
@@ -68,7 +68,7 @@ def check_model(model: Any, reads_head: bool) -> None:
     if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
         raise TypeError(
             f"{name} is sharded by FSDP, whose ranks must run the same passes; use verl_prefix.core.schedule.Schedule "
-            "with verl_prefix.core.waves.pad_to_same_passes, or the verl plugin"
+            "with verl_prefix.core.planning.pad_to_same_passes, or the verl plugin"
         )
     if reads_head and model.get_output_embeddings() is None:
         raise TypeError(

@@ -15,8 +15,8 @@ from verl_prefix.api.pixels import pixels_of_prompts, positions_of_row
 from verl_prefix.core.forward import PassOutputs, TokenBatch
 from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.plan import Plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
-from verl_prefix.core.waves import make_plan
 from verl_prefix.models import vision
 
 logger = logging.getLogger(__name__)
@@ -158,12 +158,12 @@ class Batch:
         return sum(group.num_physical_tokens for group in self.groups if group.num_suffix_tokens)
 
     def plan(self, schedule: str, max_tokens: int | None, wave_tokens: int | None, offload: bool = False) -> Plan:
-        """The plan by one schedule, see `waves.make_plan`. Without `max_tokens` all groups fit one pass."""
+        """The plan by one schedule, see `planning.make_plan`. Without `max_tokens` all groups fit one pass."""
         # Of the budget a set of prefixes gets what a wave leaves, or half.
         budget = max_tokens or 2 * self.num_tokens + (wave_tokens or 0)
         return make_plan(self.groups, budget, schedule=schedule, wave_tokens=wave_tokens, offload=offload)
 
-    def outputs(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def of_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """[n, 1 or 2]: the log-prob of the token behind each of the batch's tokens `index` [n], and, if asked for, the
         entropy there; `logits` [n, vocabulary]."""
         labels = self.tokens.input_ids[index + 1].unsqueeze(-1)
@@ -197,7 +197,7 @@ class HiddenBatch(Batch):
     num_behind = 1
     reads_head = False
 
-    def outputs(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def of_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The hidden states, which `HiddenStateModel` has in place of logits."""
         return logits
 

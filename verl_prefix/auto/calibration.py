@@ -84,9 +84,9 @@ def calibrate(
     many = _num_segments(max_tokens, unit)
     few = max(1, many // 4)
     # Prefix segments with a suffix of one token: next to no lm_head.
-    short = [Group((i,), unit - 1, (1,)) for i in range(many)]
-    long = [Group((0,), many * unit - 1, (1,))]
-    suffixes = [Group((i,), 0, (unit,)) for i in range(few)]
+    short = [Group.of_prompt((i,), unit - 1, (1,)) for i in range(many)]
+    long = [Group.of_prompt((0,), many * unit - 1, (1,))]
+    suffixes = [Group.of_prompt((i,), 0, (unit,)) for i in range(few)]
     probes = {"few": short[:few], "many": short, "long": long, "head": suffixes}
     run(short)  # warm-up
     seconds = dict.fromkeys(probes, float("inf"))

@@ -17,7 +17,7 @@ from verl_prefix.auto.pipeline import Round, Timeline, Work, timeline
 from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import PackedPass, Plan
-from verl_prefix.core.waves import leaves_room, limit_waves, make_plan, prefix_room
+from verl_prefix.core.planning import leaves_room, limit_waves, make_plan, prefix_room
 
 # A wave of so many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of all
 # prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
@@ -56,7 +56,7 @@ class CostModel:
         return self.shape.stock_passes(groups, budget, dense_mask=self.dense_mask, one_row=self.one_row)
 
     def plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool = False) -> Plan:
-        """A rank's plan by one schedule: "packed", "phased" or "auto", see `waves.make_plan`.
+        """A rank's plan by one schedule: "packed", "phased" or "auto", see `planning.make_plan`.
 
         Waves for which the budget leaves little are made longer: up to `LONG_WAVE` tokens on each rank that shares one,
         but not over the budget or `wave_tokens`. This length is halved until longer waves add at most `GROWTH` to the
@@ -95,9 +95,9 @@ class CostModel:
         memory, num = self.memory, len(plan.phased)
         if memory.stages == 1 or memory.offload or not plan.phased:
             return plan
-        longest = max(sum(group.prefix_len for group in one.groups) for one in plan.phased)
+        longest = max(sum(group.num_strand_tokens for group in one.groups) for one in plan.phased)
         least = memory.stages * max(room, longest) // max(longest, 1)
-        most = peak_bytes(self.shape, Plan((PackedPass((Group((0,), 0, (budget,)),)),)), (), memory)
+        most = peak_bytes(self.shape, Plan((PackedPass((Group.of_prompt((0,), 0, (budget,)),)),)), (), memory)
 
         def of(rounds: int) -> Plan:
             return replace(plan, at_once=-(-num // rounds))

@@ -217,7 +217,7 @@ class _Added:
         shape, memory = self.shape, self.memory
         prefix, strand_outputs = self.prefix(planned.groups)
         states = self.state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
-        suffixes = (sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves)
+        suffixes = (sum(g.num_suffix_tokens for g in wave) for wave in planned.waves)
         wave = max(suffixes, default=0) / self.sequence_ranks
         dormant = back = alive * self.kept(prefix)
         # Logits of phase A, without their gradients; the last stage has those of all prefixes that live at once.
@@ -230,7 +230,7 @@ class _Added:
         else:
             cached *= alive
         in_wave = self.kept(wave) + max(self.chunk(wave), self.backward(wave, self.with_head))
-        in_wave += max((self.forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
+        in_wave += max((self.forks(wave) for wave in planned.waves), default=0.0)
         nested = (self.packed(x) if isinstance(x, PackedPass) else self.phased(x, alive) for x in planned.nested)
         between = max([in_wave, *nested])
         in_phase_c = max(self.chunk(strand_outputs), self.backward(prefix, self.in_backward))
@@ -239,7 +239,7 @@ class _Added:
     def prefix(self, groups: Sequence[Group]) -> tuple[float, float]:
         """Tokens of the strands, and of those whose outputs rows read. Ranks that share a pass have one slice of the
         strands each, of which one may hold all outputs."""
-        tokens = sum(group.prefix_len for group in groups) / self.sequence_ranks
+        tokens = sum(group.num_strand_tokens for group in groups) / self.sequence_ranks
         return tokens, min(sum(group.num_strand_outputs for group in groups), tokens)
 
     def kept(self, tokens: float, attention: bool = True) -> float:
@@ -315,6 +315,6 @@ def peak_bytes(
             added.packed(one) + resident if isinstance(one, PackedPass) else added.phased(one, alive)
             for one in plan.passes
         ]
-        several = len(plan.every) > 1 or bool(plan.waves)
+        several = len(plan.all_passes) > 1 or bool(plan.waves)
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)

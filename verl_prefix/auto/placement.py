@@ -47,7 +47,7 @@ def row_cost(shape: ModelShape, prefix_len: int, suffix_len: int, patches: int =
     Args:
         patches: number of patches of the row's pixels, which go through the vision tower once per group.
     """
-    one = [Group((0,), prefix_len, (suffix_len,))]
+    one = [Group.of_prompt((0,), prefix_len, (suffix_len,))]
     prefix, suffix = shape.pass_of(one, suffixes=False), shape.pass_of(one, prefixes=False)
     rates = Rates()
     tower = patches * shape.tower * rates.linear

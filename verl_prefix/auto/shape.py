@@ -110,7 +110,7 @@ class ModelShape:
         pairs = 0.0
         for group in groups:
             if prefixes:
-                tokens += group.prefix_len
+                tokens += group.num_strand_tokens
                 head += group.num_strand_outputs
                 pairs += sum(
                     self.pairs(strand.end - strand.start, strand.start) for strand in group.strands[group.outer :]
@@ -129,11 +129,10 @@ class ModelShape:
                 again in backward for the tokens before the last chunk. None: log-probs.
         """
         passes = []
-        for planned in plan.every:
+        for planned in plan.all_passes:
             passes.append(self.pass_of(planned.groups, suffixes=isinstance(planned, PackedPass)))
             if isinstance(planned, PhasedPass):
-                waves = ([piece for _, piece in wave] for wave in planned.waves)
-                passes += [self.pass_of(wave, prefixes=False) for wave in waves]
+                passes += [self.pass_of(wave, prefixes=False) for wave in planned.waves]
         if logits_chunk is None:
             return passes
         # One forward more, of three that forward and backward cost.

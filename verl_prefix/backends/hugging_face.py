@@ -19,7 +19,6 @@ from verl_prefix.backends.stock_path import without_ulysses
 from verl_prefix.config.model import check_dealt, check_sequence_parallel
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import PackedForward
-from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.engine.backend import Ranks, Replay, StockFacts
@@ -27,6 +26,7 @@ from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models import vision
+from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.replaced import replaced

@@ -17,7 +17,7 @@ from verl_prefix.config.model import (
     read_hf_config,
     refuse,
 )
-from verl_prefix.core.waves import leaves_room
+from verl_prefix.core.planning import leaves_room
 from verl_prefix.versions import TESTED_VERL, installed_version
 
 BYPASS = "algorithm.rollout_correction.bypass_mode"

@@ -40,15 +40,17 @@ class AttentionPass:
         keep_attention: under gradient checkpointing, keeps attention outputs until backward, whose recomputation of
             the layers then runs no attention kernel.
 
+    `PackedForward` sets `shards`, `head_tokens` and `routes` before the model runs.
+
     Attributes:
         shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
         head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
-        kept: attention outputs that wait for backward; None: they are not kept.
         routes: [n, layers, k] int16, the experts that each of this rank's tokens goes to in each of the model's layers.
-            Where one is negative, its router chooses, and writes its choice there; but on Megatron also where these are
-            not k different ones. None: routers choose.
-        num_calls: of `attend` and of recurrent layers, so far. Compared before and after a forward, it shows a model
-            that bypasses them.
+            Where an expert is negative, its router chooses, and writes its choice there; on Megatron also where these
+            are not k different experts. None: routers choose.
+        kept: attention outputs that wait for backward; None: they are not kept.
+        num_calls: number of calls of `attend` and of recurrent layers so far. Compared before and after a forward, it
+            shows a model that bypasses them.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class AttentionPass:
         self.routes: torch.Tensor | None = None
         self.kept: Kept | None = {} if keep_attention else None
         self.num_calls = 0
-        self._attended: set[int] = set()
+        self._layers_run: set[int] = set()
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
@@ -83,9 +85,9 @@ class AttentionPass:
             RuntimeError: the layer runs a second time in one forward.
         """
         in_backward = torch._C._current_graph_task_id() >= 0  # where gradient checkpointing runs a layer again
-        if layer in self._attended and not in_backward:
+        if layer in self._layers_run and not in_backward:
             raise ran_twice(layer)
-        self._attended.add(layer)
+        self._layers_run.add(layer)
         self.num_calls += 1
         kernel = choose_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1], softcap=params.softcap is not None)
         if self.shards is not None:
@@ -93,24 +95,23 @@ class AttentionPass:
             sinks = None if sinks is None else self.shards.heads(sinks)
         if self.capture is not None:
             k, v = self.capture.capture(layer, k, v)
-        anchor = None
         for cache in self.caches:
             cache.read(layer)  # raises where phase A left nothing
-            anchor = cache.anchors[layer]
+        anchor = self.caches[-1].anchors[layer] if self.caches else None
         out: torch.Tensor = GroupedAttention.apply(  # type: ignore[no-untyped-call]
             q, k, v, sinks, self.layout, kernel, params, self.caches, layer, self.kept, anchor
         )
-        self.attended(layer, q, k, v, sinks=sinks, params=params, out=out)
+        self.on_attention(layer, q, k, v, sinks=sinks, params=params, out=out)
         return out if self.shards is None else self.shards.to_tokens(out)
 
-    def attended(
+    def on_attention(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
         params: AttentionParams, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Does nothing. A subclass overrides it to see the arguments and the result of `GroupedAttention`, which are
-        those of all tokens and this rank's heads."""
+        """Does nothing. A subclass overrides it to see the arguments and the result of `GroupedAttention`, of all
+        tokens and this rank's heads."""
 
-    def recurred(
+    def on_recurrence(
         self, key: Key, inputs: Sequence[torch.Tensor], whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor],
         out: torch.Tensor,
     ) -> None:  # fmt: skip
@@ -168,16 +169,16 @@ def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
-    Prefix keys are those of `caches`, or the packed row's own. Of the former, gradients go to the grad caches instead
-    of through autograd, and `anchor` is `anchors[layer]` of one of them. A sink (gpt-oss) is one more score per head,
-    without a value: it joins the log-sum-exp.
+    Prefix keys come from `caches`, or are the packed row's own. Gradients of keys from `caches` go to the grad caches
+    instead of through autograd; `anchor` is `anchors[layer]` of the innermost cache. A sink (gpt-oss) is one more score
+    per head, without a value: it joins the log-sum-exp.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
         layout: Layout, kernel: Kernel, params: AttentionParams, caches: Sequence[PrefixCache], layer: int,
-        kept: Kept | None = None, anchor: torch.Tensor | None = None,
+        kept: Kept | None, anchor: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
@@ -217,11 +218,11 @@ class GroupedAttention(torch.autograd.Function):
                 dq[at] += dq_call
             for prefix in call.prefixes:
                 grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
-                if prefix.part == len(caches):  # this packed row, its strands first
+                if prefix.level == len(caches):  # this packed row, its strands first
                     for total, grad in zip((dk, dv), grads, strict=True):
                         add_at(total[: layout.num_strand_tokens], prefix.grad_at, grad)
                 elif ctx.needs_input_grad[-1]:  # of the anchor: is anything before it trained?
-                    caches[prefix.part].add_grad(layer, prefix.grad_at, *grads)
+                    caches[prefix.level].add_grad(layer, prefix.grad_at, *grads)
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()

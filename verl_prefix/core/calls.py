@@ -44,13 +44,14 @@ class Spans:
 
     Attributes:
         q, k: n + 1 increasing ints for n spans, from 0 on.
-        q_parts: `q` refined to one part per segment. The reference kernel, and the CPU kernel in its forward, go part
-            by part, so that the rows beside a row do not change its bits. Empty: as `q`.
+        q_segments: bounds of the segments among the queries; spans have several each. The reference kernel, and the CPU
+            kernel in its forward, take one segment at a time, so that the rows beside a row do not change its bits.
+            Empty: as `q`.
     """
 
     q: tuple[int, ...]
     k: tuple[int, ...]
-    q_parts: tuple[int, ...] = ()
+    q_segments: tuple[int, ...] = ()
     _cu_seqlens: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = built_once()
 
     def __post_init__(self) -> None:
@@ -62,11 +63,12 @@ class Spans:
         """Yields (query start, query end, key start, key end) of each span."""
         return zip(self.q, self.q[1:], self.k, self.k[1:], strict=False)
 
-    def parts(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields the same of each part: its queries, and the keys of its span."""
+    def by_segment(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields (query start, query end, key start, key end) of each segment, with the keys of its span."""
         span = 0
-        for start, end in pairwise(self.q_parts or self.q):
-            span += start == self.q[span + 1]
+        for start, end in pairwise(self.q_segments or self.q):
+            if start == self.q[span + 1]:
+                span += 1
             yield start, end, self.k[span], self.k[span + 1]
 
     @functools.cached_property
@@ -105,33 +107,42 @@ class AttentionParams(NamedTuple):
     window: int | None = None
     softcap: float | None = None
 
+    @property
+    def seen(self) -> int:
+        """The most tokens that a query sees, itself included."""
+        return sys.maxsize if self.window is None else self.window
+
 
 class PrefixKeys(NamedTuple):
-    """Keys of a call that come from one part of the prefix source: a prefix cache, or the packed row itself. `at`,
-    `tokens` and `grad_at` are slices, or int64 indices [n].
+    """Keys of a call that come from one level of the prefix source. `at`, `tokens` and `grad_at` are slices, or int64
+    indices [n].
+
+    A window copies a path's tail once for each segment that reads it. Example: 3 suffixes read the same 4-token tail.
+    `tokens` has 12 entries, `copies` is ((3, 4),), and `grad_at` names the 4 tokens once. `summed` adds the 3 copies in
+    fp32 first.
 
     Attributes:
-        at: where they stand among the call's keys.
-        tokens: which tokens of the part they are.
-        grad_at: where what `summed` returns is added in the part. A token may be there several times, once for each
-            block that reads it.
-        copies: (times, length) of each set of copies, in the order of `tokens`; empty: there are none.
-        part: of the prefix source, counted from the outermost cache; the last one is the packed row.
+        at: where these keys stand among the call's keys.
+        tokens: the tokens of the level whose keys they are.
+        grad_at: the tokens of the level to which the gradients that `summed` returns belong. A token may be there
+            several times, once for each block that reads it.
+        copies: (times, length) of each set of copies, in the order of `tokens`; empty: there are no copies.
+        level: 0: the outermost phase A; the last level is the packed row itself.
     """
 
     at: slice | torch.Tensor
     tokens: slice | torch.Tensor
     grad_at: slice | torch.Tensor
     copies: tuple[tuple[int, int], ...] = ()
-    part: int = 0
+    level: int = 0
 
     def summed(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradients of keys `at` [n, K, D] -> of tokens `grad_at`; sums over copies are in fp32 (fp64)."""
         if not self.copies:
             return grad
         wide = torch.promote_types(grad.dtype, torch.float32)
-        blocks = zip(grad.split([times * n for times, n in self.copies]), self.copies, strict=True)
-        return torch.cat([block.unflatten(0, (times, n)).sum(0, dtype=wide) for block, (times, n) in blocks])
+        sets = zip(grad.split([times * n for times, n in self.copies]), self.copies, strict=True)
+        return torch.cat([copies.unflatten(0, (times, n)).sum(0, dtype=wide) for copies, (times, n) in sets])
 
 
 ALL = slice(None)
@@ -141,8 +152,8 @@ class Call(NamedTuple):
     """One kernel call of a layer: which queries read which keys, and how scores are made.
 
     By default queries and keys are all tokens of the packed row. Where the chosen tokens have gaps, `queries`, `own`
-    and `prefixes` hold int64 indices instead of slices, and keys are copies instead of views; copies, too, where they
-    come from several parts of the prefix source.
+    and `prefixes` hold int64 indices instead of slices, and keys are copies instead of views. Keys that come from
+    several levels of the prefix source are copies, too.
 
     Attributes:
         spans: which of the call's queries read which of its keys.
@@ -151,8 +162,8 @@ class Call(NamedTuple):
         scale, softcap: as in `AttentionParams`.
         window: each query reads only the last `window` keys that `causal` lets it read; None: all of them.
         queries: the packed row's tokens that are the call's queries.
-        own: where the packed row's own keys stand among the call's, in their order; None: the call reads none of them.
-        prefixes: what the call reads of each part of the prefix source.
+        own: where the packed row's keys stand among the call's keys, in their order; None: the call reads none of them.
+        prefixes: what the call reads of each level of the prefix source.
     """
 
     spans: Spans
@@ -164,112 +175,129 @@ class Call(NamedTuple):
     own: slice | torch.Tensor | None = ALL
     prefixes: tuple[PrefixKeys, ...] = ()
 
-    def keys(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Keys or values [n, K, D] of the call, from those [P, K, D] of each part of the prefix source; the last part
-        is the packed row."""
-        own = parts[-1]
+    def keys(self, levels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Keys or values [n, K, D] of the call; `levels` are [P, K, D] of each level, the packed row's last."""
+        own = levels[-1]
         if not self.prefixes:  # then `self.own` is all of them
             return own
         if self.own is None and len(self.prefixes) == 1:
-            return parts[self.prefixes[0].part][self.prefixes[0].tokens]
+            return levels[self.prefixes[0].level][self.prefixes[0].tokens]
         keys = own.new_empty(self.spans.k[-1], *own.shape[1:])
         if self.own is not None:
             keys[self.own] = own
         for prefix in self.prefixes:
-            keys[prefix.at] = parts[prefix.part][prefix.tokens]
+            keys[prefix.at] = levels[prefix.level][prefix.tokens]
         return keys
 
 
+Block = list[tuple[int, Segment]]  # neighbouring segments with the same path, each after its first token's number
+# The most keys that a call of several blocks may copy: 16 MiB of keys and values at 8 heads of 128 in bf16, and in
+# backward four times as much, where flash-attn repeats them per query head. The keys of one block may need no copy.
+_MAX_COPIED = 2**12
+
+
 def calls_of(
-    segments: Sequence[Segment], params: AttentionParams, device: torch.device, starts: Sequence[int] = (0,)
+    segments: Sequence[Segment], params: AttentionParams, device: torch.device, level_starts: Sequence[int]
 ) -> Iterator[Call]:
-    """Yields a layer's kernel calls on a packed row, the first over all queries.
+    """Yields a layer's kernel calls on a packed row, the causal call over all queries first.
+
+    A segment that fits the window together with its path is near: it is read as if there were no window. Any other
+    segment is far. No kernel takes a window per segment. So the last `window - 1` keys of a far segment's path are
+    copied to stand before its own keys, and the causal call reads both.
 
     Args:
-        starts: the first token of each part of the prefix source, the packed row itself last.
-
-    A segment that fits the window together with its path is near: it is read as if there were no window. Any other is
-    far. No kernel takes a window per segment. So the last `window - 1` keys of a far segment's path are copied to stand
-    before its own keys, and the causal call reads both.
+        level_starts: the first token of each level of the prefix source, the packed row itself last.
     """
-    seen = sys.maxsize if params.window is None else params.window
-    far = [s.path_len + s.length > seen for s in segments]
-    bounds = (0, *accumulate(s.length for s in segments))
-    tail_lens = [min(s.path_len, seen - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
+    is_far = [s.path_len + s.length > params.seen for s in segments]
+    yield _causal_call(segments, is_far, params, device, level_starts)
+    starts = accumulate((s.length for s in segments), initial=0)
+    near = [(start, s) for start, s, far in zip(starts, segments, is_far, strict=False) if s.path and not far]
+    yield from _cross_calls(near, params, device, level_starts)
+
+
+def _causal_call(
+    segments: Sequence[Segment], is_far: Sequence[bool], params: AttentionParams, device: torch.device,
+    level_starts: Sequence[int],
+) -> Call:  # fmt: skip
+    """The call in which every segment reads itself, and a far segment the tail of its path."""
+    tail_lens = [min(s.path_len, params.seen - 1) if far else 0 for s, far in zip(segments, is_far, strict=True)]
     key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
-    own, tails = _after_tails(segments, tail_lens, key_ends, device, starts) if any(tail_lens) else (ALL, ())
-    window = params.window if any(far) else None
-    yield Call(Spans(bounds, (0, *key_ends)), True, params.scale, window, params.softcap, own=own, prefixes=tails)
-    near = [(bounds[i], s) for i, s in enumerate(segments) if s.path and not far[i]]
-    for blocks in _of_one_call([list(block) for _, block in groupby(near, key=lambda item: item[1].path)], starts):
-        paths = [block[0][1].path for block in blocks]
+    own, tails = _after_tails(segments, tail_lens, key_ends, device, level_starts) if any(tail_lens) else (ALL, ())
+    spans = Spans((0, *accumulate(s.length for s in segments)), (0, *key_ends))
+    window = params.window if any(is_far) else None
+    return Call(spans, True, params.scale, window, params.softcap, own=own, prefixes=tails)
+
+
+def _cross_calls(
+    near: Sequence[tuple[int, Segment]], params: AttentionParams, device: torch.device, level_starts: Sequence[int]
+) -> Iterator[Call]:
+    """Yields the calls in which near segments, each after its first token's number, read their paths."""
+    all_blocks = [list(block) for _, block in groupby(near, key=lambda item: item[1].path)]
+    for blocks in _blocks_of_calls(all_blocks, level_starts):
+        paths = [_path_of(block) for block in blocks]
         members = [member for block in blocks for member in block]
         spans = Spans(
             (0, *accumulate(sum(s.length for _, s in block) for block in blocks)),
-            (0, *accumulate(block[0][1].path_len for block in blocks)),
-            q_parts=(0, *accumulate(s.length for _, s in members)),
+            (0, *accumulate(sum(n for _, n in path) for path in paths)),
+            q_segments=(0, *accumulate(s.length for _, s in members)),
         )
         queries = _token_index([(start, s.length) for start, s in members], device)
-        found = _by_part([run for path in paths for run in path], starts)
+        by_level = _by_level([run for path in paths for run in path], level_starts)
         prefixes = []
-        for part, (at, tokens) in found.items():
+        for level, (at, tokens) in by_level.items():
             keys = _token_index(tokens, device)
-            prefixes.append(PrefixKeys(ALL if len(found) == 1 else _token_index(at, device), keys, keys, part=part))
-        yield Call(
-            spans, False, params.scale, softcap=params.softcap, queries=queries, own=None, prefixes=tuple(prefixes)
-        )
+            keys_at = ALL if len(by_level) == 1 else _token_index(at, device)
+            prefixes.append(PrefixKeys(keys_at, keys, grad_at=keys, level=level))
+        yield Call(spans, False, params.scale, None, params.softcap, queries, own=None, prefixes=tuple(prefixes))
 
 
-def _by_part(runs: Sequence[Run], starts: Sequence[int], first: int = 0) -> dict[int, tuple[list[Run], list[Run]]]:
-    """Runs of tokens of the prefix source, which stand one after the other among a call's keys, by the part that has
-    them: where they stand, from `first` on, and which of the part's tokens they are."""
-    found: dict[int, tuple[list[Run], list[Run]]] = {}
-    ends = (*starts[1:], sys.maxsize)
+# By level: where keys stand in a call, and which of the level's tokens they belong to.
+_ByLevel = dict[int, tuple[list[Run], list[Run]]]
+
+
+def _by_level(runs: Sequence[Run], level_starts: Sequence[int], first: int = 0) -> _ByLevel:
+    """Splits runs of tokens of the prefix source, whose keys stand one after the other in a call, from `first` on."""
+    by_level: _ByLevel = {}
+    level_ends = (*level_starts[1:], sys.maxsize)
     for start, length in runs:
         while length:
-            part = bisect_right(starts, start) - 1
-            n = min(length, ends[part] - start)
-            at, tokens = found.setdefault(part, ([], []))
+            level = bisect_right(level_starts, start) - 1
+            n = min(length, level_ends[level] - start)
+            at, tokens = by_level.setdefault(level, ([], []))
             at.append((first, n))
-            tokens.append((start - starts[part], n))
+            tokens.append((start - level_starts[level], n))
             first, start, length = first + n, start + n, length - n
-    return found
+    return by_level
 
 
 def _after_tails(
     segments: Sequence[Segment], tail_lens: Sequence[int], key_ends: Sequence[int], device: torch.device,
-    starts: Sequence[int],
+    level_starts: Sequence[int],
 ) -> tuple[torch.Tensor, tuple[PrefixKeys, ...]]:  # fmt: skip
     """`own` and `prefixes` of a causal call whose keys are [tail | own] of each segment, a tail being the end of its
     path."""
     ends = list(zip(segments, tail_lens, key_ends, strict=True))
     own = on_device(ranges([(end - s.length, s.length) for s, _, end in ends]), device)
     tails = [(end - s.length - n, last_of(s.path, n)) for s, n, end in ends if n]
-    split = [_by_part(tail, starts, first) for first, tail in tails]
+    split = [_by_level(tail, level_starts, first) for first, tail in tails]
     siblings = [list(same) for _, same in groupby(range(len(tails)), key=lambda i: tails[i][1])]
     prefixes = []
-    for part in sorted({part for of_tail in split for part in of_tail}):
-        at = [run for of_tail in split for run in of_tail.get(part, ([], []))[0]]
-        tokens = [run for of_tail in split for run in of_tail.get(part, ([], []))[1]]
-        shared = [(split[same[0]][part][1], len(same)) for same in siblings if part in split[same[0]]]
+    for level in sorted({level for by_level in split for level in by_level}):
+        at = [run for by_level in split for run in by_level.get(level, ([], []))[0]]
+        tokens = [run for by_level in split for run in by_level.get(level, ([], []))[1]]
+        shared = [(split[same[0]][level][1], len(same)) for same in siblings if level in split[same[0]]]
         grad_at = _token_index([run for runs, _ in shared for run in runs], device)
         copies = tuple((times, sum(n for _, n in runs)) for runs, times in shared)
         index, chosen = (on_device(ranges(runs), device) for runs in (at, tokens))
-        prefixes.append(PrefixKeys(index, chosen, grad_at, copies, part))
+        prefixes.append(PrefixKeys(index, chosen, grad_at, copies, level))
     return own, tuple(prefixes)
 
 
-Block = list[tuple[int, Segment]]  # segments with the same path, each after its first token in the packed row
-# The most keys that a call of several blocks may copy: 16 MiB of keys and values at 8 heads of 128 in bf16, and in
-# backward four times as much, where flash-attn repeats them per query head. The keys of one block may need no copy.
-_MAX_COPIED = 2**12
-
-
-def _of_one_call(blocks: Sequence[Block], starts: Sequence[int]) -> Iterator[Sequence[Block]]:
-    """Yields the blocks of each call: all where no key is copied, else those of up to `_MAX_COPIED` keys, or one."""
+def _blocks_of_calls(blocks: Sequence[Block], level_starts: Sequence[int]) -> Iterator[Sequence[Block]]:
+    """Yields the blocks of each cross call: all where no key is copied, else one, or several of up to `_MAX_COPIED`."""
     first, num_keys = 0, 0
-    runs = [run for block in blocks for run in block[0][1].path]
-    if blocks and not (_is_one_run(runs) and len(_by_part(runs, starts)) == 1):
+    runs = [run for block in blocks for run in _path_of(block)]
+    if blocks and not (_is_one_run(runs) and len(_by_level(runs, level_starts)) == 1):
         for i, block in enumerate(blocks):
             num_keys += block[0][1].path_len
             if i > first and num_keys > _MAX_COPIED:
@@ -277,6 +305,10 @@ def _of_one_call(blocks: Sequence[Block], starts: Sequence[int]) -> Iterator[Seq
                 first, num_keys = i, block[0][1].path_len
     if blocks:
         yield blocks[first:]
+
+
+def _path_of(block: Block) -> Path:
+    return block[0][1].path
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

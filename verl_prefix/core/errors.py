@@ -25,11 +25,12 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 class annotate_errors(AbstractContextManager[None]):
-    """Context of one pass. An error raised inside gets a note of where that was; `current_pass` says it meanwhile.
+    """Context of one pass. An error that is raised inside gets a note of where that was. Meanwhile `current_pass` says
+    where it is.
 
     Args:
         phase: "packed", "phase_a", "phase_b" or "phase_c".
-        groups: those that the pass computes; none for a dummy.
+        groups: the groups that the pass computes; none for a dummy.
         part: which part of the phase, as "wave 2 of 5"; empty: all of it.
     """
 
@@ -38,7 +39,7 @@ class annotate_errors(AbstractContextManager[None]):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         rows = [list(group.rows) for group in groups]
         held = (
-            f"{len(groups)} groups of rows {listed(rows)}, {sum(g.prefix_len for g in groups)} prefix and "
+            f"{len(groups)} groups of rows {listed(rows)}, {sum(g.num_strand_tokens for g in groups)} prefix and "
             f"{sum(g.num_suffix_tokens for g in groups)} suffix tokens"
         )
         self.where = f"{phase}{', ' if part else ''}{part}, rank {rank}: {held if groups else 'a dummy without rows'}"
@@ -70,17 +71,17 @@ class annotate_backwards(AbstractContextManager["annotate_backwards"]):
     """Context in which others run the backwards of several passes, as the schedule of a pipeline does: an error gets
     the note of the pass whose backward runs then.
 
-    A plain attribute says which: on CUDA hooks run in autograd's own thread, where context variables are others.
+    A plain attribute holds that pass: on CUDA hooks run in autograd's own thread, which has other context variables.
     """
 
     def __init__(self) -> None:
         self._running: annotate_errors | None = None
 
-    def follow(self, output: torch.Tensor, one: annotate_errors) -> None:
-        """`output`: where the backward of the pass begins."""
+    def follow(self, output: torch.Tensor, annotated: annotate_errors) -> None:
+        """Follows the pass `annotated`, whose backward begins at `output`."""
 
         def begin(_: torch.Tensor) -> None:
-            self._running = one
+            self._running = annotated
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
         if output.requires_grad:

@@ -15,12 +15,11 @@ from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
 
-# (tokens' places in the batch [n], their logits [n, vocabulary]) -> what the loss needs of each [n, k]
-Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# The same, of tokens that are named by their numbers among `head_tokens` [n], since a model knows no places.
-HeadOutputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# (numbers of tokens [n], their logits [n, vocabulary]) -> what the loss needs of each token [n, k]: the pass's outputs.
+# `PackedForward` numbers tokens by their places in the batch. A model knows no places, and counts its head tokens.
+LogitsFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LOGITS_CHUNK = 4096  # tokens whose logits exist at once, where nobody says otherwise
-_OUTPUTS = "outputs"  # key of the prefix cache: what `Outputs` made of strands' tokens
+_OUTPUTS = "outputs"  # key of the prefix cache: outputs of strand tokens
 
 
 class PassOutputs(NamedTuple):
@@ -28,7 +27,7 @@ class PassOutputs(NamedTuple):
 
     Attributes:
         layout: its packed row, with the groups whose rows it computes; none in a dummy, whose loss is zero.
-        outputs: [n, k], those that rows read, in the order of `layout.read_places`.
+        outputs: [n, k], the outputs that rows read, in the order of `layout.read_places`.
     """
 
     layout: Layout
@@ -39,15 +38,15 @@ class Pixels(Protocol):
     """Images and videos of a vision model's rows (`models.vision.PixelBatch`)."""
 
     def of(self, groups: Sequence[Group], device: torch.device, tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Visual arguments of the model's forward, for a packed row that begins with the prefixes of `groups`. `tokens`
-        ([t] int64, in host memory): only for these tokens of it."""
+        """Visual arguments of the model's forward, for a packed row that begins with the prefixes of `groups`; with
+        `tokens` ([t] int64, in host memory) only for these tokens of the packed row."""
 
 
 class Model(Protocol):
-    """A model as `PackedForward` calls it (`models.hookup.HookedModel` for those of Hugging Face).
+    """A model as `PackedForward` calls it (`models.hookup.HookedModel` for models of Hugging Face).
 
     Attributes:
-        is_early_stage: it is an earlier stage of a pipeline, whose outputs are hidden states for the next one.
+        is_early_stage: it is an earlier stage of a pipeline, whose outputs are hidden states for the next stage.
     """
 
     is_early_stage: bool
@@ -57,12 +56,12 @@ class Model(Protocol):
 
     def token_outputs(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, head_tokens: torch.Tensor,
-        attention_pass: AttentionPass, outputs: HeadOutputs | None, logits_chunk: int,
+        attention_pass: AttentionPass, of_logits: LogitsFn | None, logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Runs a packed row [T] forward; returns what `outputs` makes of the logits of `head_tokens` [n]: [n, k].
+        """Runs a packed row [T] forward; returns the outputs [n, k] of `head_tokens` [n].
 
-        With `outputs` None nobody reads the result. It is [n, 1], without lm_head, and a backward can start from it."""
+        With `of_logits` None nobody reads the result. It is [n, 1], without lm_head; a backward can start from it."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,8 @@ class TokenBatch:
         position_ids: [N] or [4, N] (text, time, height, width) int64.
         offsets: first token of each row.
         pixels: of a vision model's rows.
-        is_read: [N] bool in host memory: of the tokens whose outputs rows read, those that go through lm_head; None:
-            all.
-        routes: [N, layers, k] int16 in host memory, those of `AttentionPass`; None: routers choose.
+        is_read: [N] bool in host memory: which of the tokens whose outputs rows read go through lm_head; None: all.
+        routes: [N, layers, k] int16 in host memory, as of `AttentionPass`; None: routers choose.
         records: what routers choose is written to `routes`, for the tokens of this rank's passes.
     """
 
@@ -95,7 +93,7 @@ class PackedForward:
 
     Attributes:
         model: hooked up for grouped attention; see `Model`.
-        outputs: what the loss needs of logits, per token (log-prob, entropy); gets `logits_chunk` tokens at most.
+        of_logits: makes outputs (log-prob, entropy) of the logits of at most `logits_chunk` tokens at a time.
         context: context of one forward and its loss, not of backward (autocast).
         kernel: name for `kernels.choose_kernel`.
         logits_chunk: tokens whose logits exist at once.
@@ -106,7 +104,7 @@ class PackedForward:
     """
 
     model: Model
-    outputs: Outputs
+    of_logits: LogitsFn
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     kernel: str = "auto"
     logits_chunk: int = LOGITS_CHUNK
@@ -115,96 +113,95 @@ class PackedForward:
     sequence_group: dist.ProcessGroup | None = None
 
     def phase_a(
-        self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, keep_attention: bool,
-        around: Sequence[PrefixCache] = (),
+        self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, offloads: bool,
+        around: Sequence[PrefixCache],
     ) -> torch.Tensor:  # fmt: skip
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
         Args:
-            with_head: some rank's rows read outputs of strands, so lm_head runs on every rank.
-            keep_attention: False: never, whatever the field says.
+            with_head: rows of this or another rank read outputs of strands, so lm_head runs on every rank.
+            offloads: prefixes wait in host memory; attention outputs are not kept then.
             around: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
-            where the backward of phase C starts: the model's output of one token, or of the strand tokens that waves
-            read, [m, k].
+            [m, k], where the backward of phase C starts: the model's output of one token, or of the strand tokens that
+            waves read.
         """
-        keep_attention = keep_attention and self.keep_attention
-        attention_pass = self.pass_type(
-            layout, self.kernel, capture=cache, caches=around, keep_attention=keep_attention
-        )
+        keeps = self.keep_attention and not offloads
+        attention_pass = self.pass_type(layout, self.kernel, capture=cache, caches=around, keep_attention=keeps)
         head_tokens = torch.tensor([layout.num_tokens - 1])
-        outputs: Outputs | None = _sum_logits if with_head else None
+        of_logits: LogitsFn | None = _sum_logits if with_head else None
         if layout.reads is not None:
-            head_tokens, outputs = layout.head_tokens, self.outputs
+            head_tokens, of_logits = layout.head_tokens, self.of_logits
         with self.context():
-            result = self._run(tokens, head_tokens, attention_pass, outputs)
+            result = self._run(tokens, head_tokens, attention_pass, of_logits)
             if layout.reads is None or self.model.is_early_stage:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
-    def packed_or_wave(self, tokens: TokenBatch, layout: Layout, caches: Sequence[PrefixCache] = ()) -> PassOutputs:
+    def packed_or_wave(self, tokens: TokenBatch, layout: Layout, caches: Sequence[PrefixCache]) -> PassOutputs:
         """The forward of a packed pass, whose row has strands and suffixes, or of a wave, whose row has suffixes alone;
         `caches` are those of the phases A around it, the outermost first."""
         if tokens.is_read is not None and layout.groups:
             layout = layout.reading(tokens.is_read)
         attention_pass = self.pass_type(layout, self.kernel, caches=caches, keep_attention=self.keep_attention)
         with self.context():
-            of_tokens = self.outputs if layout.groups else _sum_logits
-            outputs = self._run(tokens, layout.head_tokens, attention_pass, of_tokens)
+            of_logits = self.of_logits if layout.groups else _sum_logits
+            outputs = self._run(tokens, layout.head_tokens, attention_pass, of_logits)
             return PassOutputs(layout, self._read(outputs, layout, caches))
 
     def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
-        output, and those of phases A around."""
-        if self.model.is_early_stage or layout.reads is None or torch.equal(layout.reads.tokens, layout.head_tokens):
+        output, and outputs of phases A around."""
+        reads = layout.reads
+        if self.model.is_early_stage or reads is None:
             return outputs
-        device, tokens, is_own = outputs.device, layout.reads.tokens, layout.reads.tokens >= 0
-        own = outputs[on_device(torch.searchsorted(layout.head_tokens, tokens[is_own]), device)]
-        if is_own.all():
-            return own
-        both = outputs.new_empty(len(tokens), outputs.shape[-1])
-        both = both.index_copy(0, on_device(is_own.nonzero()[:, 0], device), own)
-        starts = torch.tensor(layout.part_starts)
-        part_of = torch.searchsorted(starts, -1 - tokens, right=True) - 1
-        for part, (source, cache) in enumerate(zip(layout.sources, caches, strict=False)):
-            chosen = ~is_own & (part_of == part)
-            if chosen.any():
-                index = torch.searchsorted(source.head_tokens, -1 - tokens[chosen] - starts[part])
-                (stored,) = cache.read(_OUTPUTS)
-                read = ReadPrefix.apply(stored, on_device(index, device), cache, _OUTPUTS)  # type: ignore[no-untyped-call]
-                both = both.index_copy(0, on_device(chosen.nonzero()[:, 0], device), read)
-        return both
+        read = outputs.new_empty(len(reads.tokens), outputs.shape[-1])
+        for level, source in enumerate(layout.sources):
+            chosen = reads.levels == level
+            if not chosen.any():
+                continue
+            wanted = reads.tokens[chosen]
+            index = on_device(torch.searchsorted(source.head_tokens, wanted), outputs.device)
+            if source is not layout:
+                (stored,) = caches[level].read(_OUTPUTS)
+                of_level: torch.Tensor = ReadPrefix.apply(stored, index, caches[level], _OUTPUTS)  # type: ignore[no-untyped-call]
+            else:
+                of_level = outputs if torch.equal(wanted, layout.head_tokens) else outputs[index]
+            if chosen.all():
+                return of_level
+            read = read.index_copy(0, on_device(chosen.nonzero()[:, 0], outputs.device), of_level)
+        return read
 
     def _run(
-        self, tokens: TokenBatch, head_tokens: torch.Tensor, attention_pass: AttentionPass, outputs: Outputs | None
+        self, tokens: TokenBatch, head_tokens: torch.Tensor, attention_pass: AttentionPass, of_logits: LogitsFn | None
     ) -> torch.Tensor:
-        """What `outputs` makes of the packed row's `head_tokens`: see `Model.token_outputs`."""
+        """Runs the model on a packed row; returns outputs of `head_tokens` as of `Model.token_outputs`."""
         device, layout = tokens.input_ids.device, attention_pass.layout
         places, shards = layout.places, None
         if self.sequence_group is not None:
             shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
             places = layout.places[shards.tokens]
-            head_tokens, gathered = shards.head_tokens(head_tokens)
+            head_tokens, gathered_at = shards.head_tokens(head_tokens)
         if tokens.routes is not None:
             attention_pass.routes = on_device(tokens.routes[places], device)
         places, head_tokens = on_device(places, device), on_device(head_tokens, device)
         attention_pass.head_tokens = head_tokens
         head_places = places[head_tokens]
-        of_head = outputs and (lambda number, logits: outputs(head_places[number], logits))
-        prefixes = () if layout.in_wave else layout.groups
+        of_head = of_logits and (lambda numbers, logits: of_logits(head_places[numbers], logits))
+        prefixes = () if layout.kind == "wave" else layout.groups
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
             tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=head_tokens,
-            attention_pass=attention_pass, outputs=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
+            attention_pass=attention_pass, of_logits=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
         if tokens.records and layout.groups:
             _record(tokens, attention_pass)
-        return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered)
+        return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered_at)
 
 
 def _record(tokens: TokenBatch, attention_pass: AttentionPass) -> None:
-    """Writes the routes of a pass to those of the batch: of all ranks that share its packed row, on each of them."""
+    """Writes the routes of a pass into the batch's routes. Each rank that shares the packed row gets all its routes."""
     assert tokens.routes is not None and attention_pass.routes is not None
     routes, shards = attention_pass.routes, attention_pass.shards
     routes = routes if shards is None else shards.whole(routes.view(torch.uint8)).view(torch.int16)  # NCCL: no int16
@@ -212,5 +209,5 @@ def _record(tokens: TokenBatch, attention_pass: AttentionPass) -> None:
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """`Outputs` of a dummy, which gives a gradient to the same parameters as a real pass on other ranks."""
+    """The `LogitsFn` of a dummy, which gives a gradient to the same parameters as a real pass on other ranks."""
     return logits.sum(-1, keepdim=True)

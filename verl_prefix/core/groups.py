@@ -1,9 +1,10 @@
 """Rows -> groups: rollouts whose prompts are the same, token for token, position for position and pixel for pixel.
 
-A row alone in its group is cut into prefix and suffix as well: what a row computes does not depend on how many others
-share its prefix. `waves` decides which groups run together.
+A row alone in its group is cut into prefix and suffix as well: what a row of one prompt computes does not depend on how
+many rows share its prefix. `planning` decides which groups run together.
 """
 
+import functools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -15,9 +16,9 @@ class Strand(NamedTuple):
     """A run of tokens that is computed once, for all rows that share it and every token before it.
 
     Attributes:
-        row: one of these rows.
+        row: a row that has the strand.
         start, end: the strand's tokens are this row's tokens start to end.
-        parent: index of the strand in which the `start` tokens before it end; -1: there are none.
+        parent: index of the strand in which the `start` tokens before it end; -1: there are no such tokens.
     """
 
     row: int
@@ -42,45 +43,46 @@ class Fork(NamedTuple):
 class Group:
     """Rows of one batch that share tokens: a tree of strands, with the rows' suffixes as its leaves.
 
-    A group of one prompt has one strand, which follows from `prefix_len`: leave out `strands`, `forks` and
-    `first_outputs`. Deeper trees come from `trees`, with their rows depth first. There a row may have no suffix, since
-    all its tokens are in strands; then the next row that has one begins with the same tokens.
+    `of_prompt` makes a group of one prompt, which has one strand. Deeper trees come from `trees`, with their rows depth
+    first. There a row may have no suffix, since all its tokens are in strands; then the next row that has one begins
+    with the same tokens.
 
     Attributes:
         rows: numbers of the rows in the batch.
-        prefix_len: P, tokens of all strands; 0: the rows share nothing. In a tree one row reads only a part of them,
-            the first `fork.start` tokens of its own.
         suffix_lens: S of each row.
-        strands: every strand after its parent.
+        strands: every strand after its parent; none where the rows share nothing.
         forks: of each row.
         first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.
-        outer: how many of the first strands passes around compute, where passes nest; `prefix_len` does not count them.
+        outer: how many of the first strands passes around compute, where passes nest.
     """
 
     rows: tuple[int, ...]
-    prefix_len: int
     suffix_lens: tuple[int, ...]
-    strands: tuple[Strand, ...] = ()
-    forks: tuple[Fork, ...] = ()
-    first_outputs: tuple[int, ...] = ()
+    strands: tuple[Strand, ...]
+    forks: tuple[Fork, ...]
+    first_outputs: tuple[int, ...]
     outer: int = 0
 
-    def __post_init__(self) -> None:
-        if self.forks:
-            return
-        one = (Strand(self.rows[0], 0, self.prefix_len),) if self.prefix_len else ()
-        object.__setattr__(self, "strands", one)
-        object.__setattr__(self, "forks", (Fork(len(one) - 1, self.prefix_len),) * len(self.rows))
-        object.__setattr__(self, "first_outputs", (self.prefix_len,) * len(self.rows))
+    @classmethod
+    def of_prompt(cls, rows: tuple[int, ...], prefix_len: int, suffix_lens: tuple[int, ...]) -> "Group":
+        """The group of rows that share one prompt: their first `prefix_len` tokens, or nothing where that is 0."""
+        strands = (Strand(rows[0], 0, prefix_len),) if prefix_len else ()
+        forks = (Fork(len(strands) - 1, prefix_len),) * len(rows)
+        return cls(rows, suffix_lens, strands, forks, (prefix_len,) * len(rows))
+
+    @functools.cached_property
+    def num_strand_tokens(self) -> int:
+        """Number of tokens of the group's own strands, without the `outer` ones. In a group of one prompt it is P."""
+        return sum(strand.end - strand.start for strand in self.strands[self.outer :])
 
     @property
     def is_shared(self) -> bool:
         """Whether several rows share tokens."""
-        return len(self.rows) > 1 and self.prefix_len > 0
+        return len(self.rows) > 1 and self.num_strand_tokens > 0
 
     @property
     def output_lens(self) -> tuple[int, ...]:
-        """Numbers of outputs that each row reads: as many as response tokens."""
+        """Number of outputs that each row reads: one for each response token."""
         columns = zip(self.forks, self.suffix_lens, self.first_outputs, strict=True)
         return tuple(fork.start + n - first for fork, n, first in columns)
 
@@ -92,7 +94,7 @@ class Group:
 
     @property
     def num_strand_outputs(self) -> int:
-        """Number of tokens of the group's own strands whose outputs rows read; a token counts once."""
+        """Number of tokens of the group's own strands whose outputs rows read. A token counts once."""
         read: dict[int, set[int]] = {}
         for fork, first in zip(self.forks, self.first_outputs, strict=True):
             for strand, start, end in self.strands_before(fork) if fork.start > first else ():
@@ -105,8 +107,8 @@ class Group:
 
     @property
     def num_physical_tokens(self) -> int:
-        """Number of tokens that are computed; strands count once."""
-        return self.prefix_len + self.num_suffix_tokens
+        """Number of tokens that are computed. Strands count once."""
+        return self.num_strand_tokens + self.num_suffix_tokens
 
     @property
     def num_logical_tokens(self) -> int:
@@ -114,16 +116,16 @@ class Group:
         return sum(fork.start for fork in self.forks) + self.num_suffix_tokens
 
     def strands_before(self, fork: Fork) -> Iterator[tuple[int, int, int]]:
-        """Yields what a row reads of each strand before its fork, the last one first: (strand, start, end), where start
-        and end count the row's tokens."""
+        """Yields (strand, start, end) for each strand before a row's fork, the last strand first: the row reads its
+        tokens start to end of that strand."""
         strand, end = fork
         while strand >= 0:
             yield strand, self.strands[strand].start, end
             strand, end = self.strands[strand].parent, self.strands[strand].start
 
     def units(self) -> Iterator[tuple[int, int]]:
-        """Yields (start, end) of each part of `rows` that is never cut: one row with a suffix and, before it, rows that
-        have none. Those after the last suffix belong to the last unit."""
+        """Yields (start, end) of each part of `rows` that is never cut: rows without a suffix, and after them one row
+        with a suffix. Rows after the last suffix belong to the last unit."""
         start = 0
         last = max((i for i, n in enumerate(self.suffix_lens) if n), default=-1)
         for i, suffix_len in enumerate(self.suffix_lens):
@@ -132,7 +134,7 @@ class Group:
                 start = i + 1
         yield start, len(self.rows)
 
-    def of(self, members: Sequence[int]) -> "Group":
+    def with_rows(self, members: Sequence[int]) -> "Group":
         """The group with all its strands and some of its rows.
 
         Args:
@@ -147,7 +149,7 @@ class Group:
         )
 
     def pruned(self) -> "Group":
-        """The group without the strand tokens that none of its rows reads, as after `of`."""
+        """The group without the strand tokens that none of its rows reads, as after `with_rows`."""
         # Of each strand: the end of what rows read of it, and a row that reads so far.
         needed = [(0, -1)] * len(self.strands)
         for row, fork, num_outputs in zip(self.rows, self.forks, self.output_lens, strict=True):
@@ -156,25 +158,27 @@ class Group:
                     needed[strand] = end, row
         read = [i for i, (end, _) in enumerate(needed) if end]
         number = {-1: -1} | {i: n for n, i in enumerate(read)}
-        # Strands of passes around stay as these compute them.
-        parts = [(self.strands[i].end, self.strands[i].row) if i < self.outer else needed[i] for i in read]
+        # Outer strands stay as the passes around compute them.
+        ends = [(self.strands[i].end, self.strands[i].row) if i < self.outer else needed[i] for i in read]
         strands = tuple(
             Strand(row, self.strands[i].start, end, number[self.strands[i].parent])
-            for i, (end, row) in zip(read, parts, strict=True)
+            for i, (end, row) in zip(read, ends, strict=True)
         )
         forks = tuple(fork._replace(strand=number.get(fork.strand, -1)) for fork in self.forks)
-        return replace(self, strands=strands, forks=forks, outer=sum(i < self.outer for i in read))._counted()
+        return replace(self, strands=strands, forks=forks, outer=sum(i < self.outer for i in read))
 
-    def _counted(self) -> "Group":
-        return replace(self, prefix_len=sum(strand.end - strand.start for strand in self.strands[self.outer :]))
+    def for_phase_a(self, phase_a_ends: Mapping[int, int]) -> "Group":
+        """The group as a phase A with nested passes computes it. What follows is as if no two rows shared it.
 
-    def top(self, upto: Mapping[int, int]) -> "Group":
-        """The group as a phase A with nested passes computes it: what follows is as if no two rows shared it.
+            group         strand [0, 10)                                suffixes of 3 and 5 tokens
+            for_phase_a   strand [0, 6)                                 suffixes of 7 and 9 tokens, with phase_a_ends 6
+            nested pass   outer strand [0, 6), own strand [6, 10)       suffixes of 3 and 5 tokens
 
         Args:
-            upto: how many of each row's first tokens that phase A and those around it compute, by the row's number.
+            phase_a_ends: how many of each row's first tokens that phase A and those around it compute, by the row's
+                number.
         """
-        ends = self._ends(upto)
+        ends = self._ends(phase_a_ends)
         strands, numbers = self._shortened(ends)
         forks = []
         for fork in self.forks:
@@ -184,39 +188,42 @@ class Group:
             forks.append(next(inside, Fork(-1, 0)))
         lens = zip(self.forks, forks, self.suffix_lens, strict=True)
         suffix_lens = tuple(old.start + n - new.start for old, new, n in lens)
-        return replace(self, strands=tuple(strands), forks=tuple(forks), suffix_lens=suffix_lens)._counted()
+        return replace(self, strands=tuple(strands), forks=tuple(forks), suffix_lens=suffix_lens)
 
-    def below(self, upto: Mapping[int, int], members: Sequence[int]) -> "Group":
-        """Some rows of the group as a pass computes them that is nested in the phase A of `top`.
+    def for_nested_pass(self, phase_a_ends: Mapping[int, int], members: Sequence[int]) -> "Group":
+        """Some rows of the group as a pass computes them that is nested in the phase A of `for_phase_a`.
 
         Args:
-            upto: as of `top`. members: as of `of`.
+            phase_a_ends: as of `for_phase_a`.
+            members: as of `with_rows`.
         """
-        ends, lower = self._ends(upto), dict[int, int]()
-        strands, upper = self._shortened(ends)
-        outer = len(strands)
+        ends = self._ends(phase_a_ends)
+        # New numbers of what phase A computes of each strand, and of the rest of each strand.
+        strands, above_number = self._shortened(ends)
+        outer, below_number = len(strands), dict[int, int]()
 
-        def after(strand: int, start: int) -> int:
+        def number_before(strand: int, start: int) -> int:
             """The new number of the strand in which the `start` tokens of a row end."""
-            return upper[strand] if strand < 0 or start <= ends[strand] else lower[strand]
+            return above_number[strand] if strand < 0 or start <= ends[strand] else below_number[strand]
 
         for i, (strand, end) in enumerate(zip(self.strands, ends, strict=True)):
             if end < strand.end:
-                lower[i] = len(strands)
-                parent = upper[i] if i in upper else after(strand.parent, strand.start)
+                below_number[i] = len(strands)
+                parent = above_number[i] if i in above_number else number_before(strand.parent, strand.start)
                 strands.append(strand._replace(start=max(end, strand.start), parent=parent))
-        forks = tuple(fork._replace(strand=after(*fork)) for fork in self.forks)
-        return replace(self, strands=tuple(strands), forks=forks, outer=outer).of(members).pruned()
+        forks = tuple(fork._replace(strand=number_before(*fork)) for fork in self.forks)
+        return replace(self, strands=tuple(strands), forks=forks, outer=outer).with_rows(members).pruned()
 
-    def _ends(self, upto: Mapping[int, int]) -> list[int]:
-        """Of each strand, where the tokens of `top` end; its start: it has none."""
+    def _ends(self, phase_a_ends: Mapping[int, int]) -> list[int]:
+        """For each strand, the token before which phase A stops; the strand's own start where phase A computes none of
+        it."""
         return [
-            strand.end if i < self.outer else max(strand.start, min(strand.end, upto[strand.row]))
+            strand.end if i < self.outer else max(strand.start, min(strand.end, phase_a_ends[strand.row]))
             for i, strand in enumerate(self.strands)
         ]
 
     def _shortened(self, ends: Sequence[int]) -> tuple[list[Strand], dict[int, int]]:
-        """The strands up to `ends`, without empty ones, and their new numbers by the old ones."""
+        """The strands up to `ends`, without empty ones, and their new numbers by the old numbers."""
         numbers, strands = {-1: -1}, list[Strand]()
         for i, (strand, end) in enumerate(zip(self.strands, ends, strict=True)):
             if end > strand.start:
@@ -234,7 +241,7 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
     """Groups the rows of a batch that have the same key, in order of their first rows.
 
     Args:
-        keys: of each row; rows share a prompt where these are equal. A key stands for the prompt's tokens, and for its
+        keys: of each row; rows with equal keys share a prompt. A key stands for the prompt's tokens, and for its
             positions, pixels or uid where tokens do not decide.
         prompt_lens, response_lens: tokens of each row's prompt, at least one, and of its response.
 
@@ -243,13 +250,14 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
     """
     check_prompts(prompt_lens)
     return [
-        Group(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows))
+        Group.of_prompt(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows))
         for rows in rows_by_key(keys).values()
     ]
 
 
 def leave_out(groups: Sequence[Group], rows: Set[int]) -> tuple[list[Group], list[Group]]:
-    """Splits groups into what is computed where `rows` need not be, and what is not: `units` of these rows alone."""
+    """Splits groups where `rows` need not be computed: into what is computed all the same, and the `units` that have
+    only such rows."""
     kept: list[Group] = []
     left: list[Group] = []
     for group in groups:
@@ -259,7 +267,7 @@ def leave_out(groups: Sequence[Group], rows: Set[int]) -> tuple[list[Group], lis
             chosen = (unit for unit, is_computed in zip(units, computed, strict=True) if is_computed == wanted)
             members = [i for unit in chosen for i in unit]
             if members:
-                parts.append(group if len(members) == len(group.rows) else group.of(members).pruned())
+                parts.append(group if len(members) == len(group.rows) else group.with_rows(members).pruned())
     return kept, left
 
 
@@ -270,7 +278,7 @@ def check_prompts(prompt_lens: Sequence[int]) -> None:
 
 
 def rows_by_key(keys: Iterable[RowKey]) -> dict[RowKey, list[int]]:
-    """Indices of the rows that have each key, keys in the order of their first rows."""
+    """Indices of the rows with each key; keys are in the order of their first rows."""
     rows: dict[RowKey, list[int]] = {}
     for row, key in enumerate(keys):
         rows.setdefault(key, []).append(row)

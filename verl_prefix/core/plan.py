@@ -8,26 +8,25 @@ from verl_prefix.core.groups import Group
 
 Item = TypeVar("Item")
 
-# One phase-B micro-batch: for each of its groups, (number among the phased pass's groups, that group with only those
-# rows whose suffixes the wave computes).
-Wave = tuple[tuple[int, Group], ...]
+# One phase-B micro-batch: groups of the phased pass, each with only those rows whose suffixes the wave computes.
+Wave = tuple[Group, ...]
 
 
 @dataclass(frozen=True)
 class PackedPass:
-    """Groups whose prefixes and suffixes are one graph. Without groups it is a dummy, which keeps this rank's
+    """Groups whose prefixes and suffixes are one graph. Without groups the pass is a dummy, which keeps this rank's
     collectives in step."""
 
     groups: tuple[Group, ...] = ()
 
     @property
     def tokens_of_groups(self) -> list[tuple[Group, int]]:
-        """Groups, and how many tokens it computes of each."""
+        """(group, number of its tokens that the pass computes) of each group."""
         return [(group, group.num_physical_tokens) for group in self.groups]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that it computes."""
+        """Number of tokens that the pass computes."""
         return sum(tokens for _, tokens in self.tokens_of_groups)
 
 
@@ -37,13 +36,14 @@ class PhasedPass:
     wave, there are dummies as in `PackedPass`.
 
     Passes may be nested in it. They run before phase C, read strands of phase A and of all phases A around it, and
-    compute those that follow. Then the groups here are those of `Group.top`, and theirs those of `Group.below`.
+    compute the strands that follow. Then the groups here are made by `Group.for_phase_a`, and those of nested passes by
+    `Group.for_nested_pass`.
 
     Attributes:
-        groups: those whose prefixes phase A computes, with the rows of nested passes.
+        groups: the groups whose prefixes phase A computes, with the rows of nested passes.
         waves: phase B, in its order.
-        reads_strands: on some rank rows read outputs of strands; then lm_head runs in phase A on every rank.
-        nested: passes between the last wave and phase C, packed ones first.
+        reads_strands: rows of this or another rank read outputs of strands; then lm_head runs in phase A on every rank.
+        nested: passes between the last wave and phase C; packed passes come first.
     """
 
     groups: tuple[Group, ...] = ()
@@ -53,20 +53,21 @@ class PhasedPass:
 
     @property
     def tokens_of_groups(self) -> list[tuple[Group, int]]:
-        """Groups, and how many tokens phase A and waves compute of each, without those of nested passes."""
-        tokens = [group.prefix_len for group in self.groups]
-        for number, piece in (pair for wave in self.waves for pair in wave):
-            tokens[number] += piece.num_suffix_tokens
+        """(group, number of its tokens that phase A and waves compute) of each group; nested passes do not count."""
+        tokens = [group.num_strand_tokens for group in self.groups]
+        number_of = {row: number for number, group in enumerate(self.groups) for row in group.rows}
+        for piece in (piece for wave in self.waves for piece in wave):
+            tokens[number_of[piece.rows[0]]] += piece.num_suffix_tokens
         return list(zip(self.groups, tokens, strict=True))
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that phase A and waves compute, without those of nested passes."""
+        """Number of tokens that phase A and waves compute; nested passes do not count."""
         return sum(tokens for _, tokens in self.tokens_of_groups)
 
     @property
     def depth(self) -> int:
-        """How many passes are in one another, it among them."""
+        """How many passes are nested in one another, this pass among them."""
         return 1 + _depth(self.nested)
 
 
@@ -75,9 +76,9 @@ class Plan:
     """All passes of one rank's batch.
 
     Attributes:
-        passes: packed ones first.
+        passes: packed passes come first.
         recomputed_tokens: tokens that are computed once more, since the budget cuts their group.
-        idle_groups: those without response tokens, which no pass computes.
+        idle_groups: groups without response tokens, which no pass computes.
         at_once: on a pipeline of several stages, how many phased passes have their prefixes in memory at once; None:
             all.
     """
@@ -96,31 +97,31 @@ class Plan:
         return packed_and_phased(self.passes)[1]
 
     @property
-    def every(self) -> list[PackedPass | PhasedPass]:
-        """All passes, each phased one before those that are nested in it."""
-        return [each for one in self.passes for each in _with_nested(one)]
+    def all_passes(self) -> list[PackedPass | PhasedPass]:
+        """All passes, also nested passes; each phased pass stands before the passes that are nested in it."""
+        return [each for planned in self.passes for each in _with_nested(planned)]
 
     @property
     def waves(self) -> list[Wave]:
-        return [wave for one in self.every if isinstance(one, PhasedPass) for wave in one.waves]
+        return [wave for planned in self.all_passes if isinstance(planned, PhasedPass) for wave in planned.waves]
 
     @property
-    def num_steps(self) -> int:
-        """Number of forwards whose outputs rows read: packed passes and waves."""
-        return sum(isinstance(one, PackedPass) for one in self.every) + len(self.waves)
+    def num_losses(self) -> int:
+        """Number of forwards that end in a loss: packed passes and waves."""
+        return sum(isinstance(planned, PackedPass) for planned in self.all_passes) + len(self.waves)
 
     @property
     def depth(self) -> int:
-        """How many passes are in one another; 1: none nests."""
+        """How many passes are nested in one another; 1: none nests."""
         return _depth(self.passes)
 
     @property
     def num_physical_tokens(self) -> int:
-        return sum(one.num_tokens for one in self.every)
+        return sum(planned.num_tokens for planned in self.all_passes)
 
     @property
     def rounds(self) -> list[list[PhasedPass]]:
-        """Phased passes by `at_once`; one empty round where there are none."""
+        """Phased passes in rounds of `at_once`; an empty round where there are no phased passes."""
         phased, size = self.phased, self.at_once or max(len(self.phased), 1)
         return [phased[start : start + size] for start in range(0, len(phased), size)] or [[]]
 
@@ -131,43 +132,43 @@ class Plan:
         def longer(group: Group) -> Group:
             return replace(group, suffix_lens=tuple(n + 1 for n in group.suffix_lens))
 
-        def of_pass(one: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
-            groups = tuple(map(longer, one.groups))
-            if isinstance(one, PackedPass):
-                return replace(one, groups=groups)
-            waves = tuple(tuple((number, longer(group)) for number, group in wave) for wave in one.waves)
-            return replace(one, groups=groups, waves=waves, nested=tuple(map(of_pass, one.nested)))
+        def longer_pass(planned: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
+            groups = tuple(map(longer, planned.groups))
+            if isinstance(planned, PackedPass):
+                return replace(planned, groups=groups)
+            waves = tuple(tuple(map(longer, wave)) for wave in planned.waves)
+            return replace(planned, groups=groups, waves=waves, nested=tuple(map(longer_pass, planned.nested)))
 
-        return replace(self, passes=tuple(map(of_pass, self.passes)))
+        return replace(self, passes=tuple(map(longer_pass, self.passes)))
 
 
 def packed_and_phased(passes: Sequence[PackedPass | PhasedPass]) -> tuple[list[PackedPass], list[PhasedPass]]:
-    """The packed ones, then the phased ones, each in their order."""
-    packed = [one for one in passes if isinstance(one, PackedPass)]
-    return packed, [one for one in passes if isinstance(one, PhasedPass)]
+    """Splits passes into packed and phased passes, each in their order."""
+    packed = [planned for planned in passes if isinstance(planned, PackedPass)]
+    return packed, [planned for planned in passes if isinstance(planned, PhasedPass)]
 
 
 def _depth(passes: Sequence[PackedPass | PhasedPass]) -> int:
-    return max((one.depth if isinstance(one, PhasedPass) else 1 for one in passes), default=0)
+    return max((planned.depth if isinstance(planned, PhasedPass) else 1 for planned in passes), default=0)
 
 
-def _with_nested(one: PackedPass | PhasedPass) -> Iterator[PackedPass | PhasedPass]:
-    yield one
-    for nested in one.nested if isinstance(one, PhasedPass) else ():
+def _with_nested(planned: PackedPass | PhasedPass) -> Iterator[PackedPass | PhasedPass]:
+    yield planned
+    for nested in planned.nested if isinstance(planned, PhasedPass) else ():
         yield from _with_nested(nested)
 
 
 def largest_wave(plan: Plan) -> int:
     """Suffix tokens of the plan's largest wave; 0 without waves."""
-    return max((sum(piece.num_suffix_tokens for _, piece in wave) for wave in plan.waves), default=0)
+    return max((sum(piece.num_suffix_tokens for piece in wave) for wave in plan.waves), default=0)
 
 
 def most_outputs(plan: Plan) -> int:
     """The most tokens of one forward of the plan that can go through lm_head."""
     outputs = [largest_wave(plan)]
-    for one in plan.every:
-        suffixes = (group.num_suffix_tokens for group in one.groups if isinstance(one, PackedPass))
-        outputs.append(sum(group.num_strand_outputs for group in one.groups) + sum(suffixes))
+    for planned in plan.all_passes:
+        suffixes = (group.num_suffix_tokens for group in planned.groups if isinstance(planned, PackedPass))
+        outputs.append(sum(group.num_strand_outputs for group in planned.groups) + sum(suffixes))
     return max(outputs)
 
 

@@ -52,10 +52,11 @@ class PrefixCache:
         """Stores what a layer leaves in phase A. Gradient checkpointing calls it again in phase C; that stores nothing.
 
         Reentrant checkpointing runs the layers of phase A without gradients, and only phase C shows which tensors need
-        one. So all of them get one.
+        gradients. So all of them get gradients.
 
         Args:
-            key: the layer's. tensors: what suffixes read.
+            key: the layer's.
+            tensors: what suffixes read.
             beside: outputs with which phase A goes on, where these are not stored. They join the node of `tensors` in
                 the graph, which backward would else never visit.
 
@@ -98,7 +99,9 @@ class PrefixCache:
         """Phase B: adds a wave's gradients to the grad cache.
 
         Args:
-            key: the layer's. at: which tokens or states the wave has read. grads: of these, for each tensor of `key`.
+            key: the layer's.
+            at: which tokens or states the wave has read.
+            grads: their gradients, for each tensor of `key`.
         """
         if key not in self._grad:
             self._grad[key] = tuple(

@@ -19,6 +19,7 @@ from verl_prefix.core.calls import Spans, end_of
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, ReadPrefix
+from verl_prefix.core.states import Segments
 
 
 class Scanned(NamedTuple):
@@ -43,7 +44,7 @@ def shared_scan(
 
     Args:
         key: the layer's, for the prefix cache. inputs: [T, ...] each, of every token. scan: the recurrence.
-        neutral: one value per input; a token of these inputs leaves the state as it is. For `recurred` alone.
+        neutral: one value per input; a token of these inputs leaves the state as it is. For `on_recurrence` alone.
     """
 
     def whole(of_row: Sequence[torch.Tensor], shift: int) -> torch.Tensor:
@@ -53,18 +54,19 @@ def shared_scan(
         return scan(filled, Spans((0, length), (0, length)), None).outputs[shift:]
 
     layout = attention_pass.layout
-    suffixes, split = layout.suffixes, layout.num_strand_tokens
+    suffixes, split, device = layout.states.suffixes, layout.num_strand_tokens, inputs[0].device
     parts, states = [], None
     if split:
-        outputs, states = _scan_strands(layout, inputs, scan, _inherited(attention_pass, key, inputs[0].device))
+        inherited = _initial_states(attention_pass, key, None, "strands", device)
+        outputs, states = _scan_strands(layout, inputs, scan, inherited)
         if attention_pass.capture is not None:
             outputs = attention_pass.capture.capture(key, states, beside=(outputs,))[-1]
         parts.append(outputs)
     if suffixes.lens:
-        initial = _continued(attention_pass, key, states, inputs[0].device)
+        initial = _initial_states(attention_pass, key, states, "suffixes", device)
         parts.append(scan([x[split:] for x in inputs], suffixes, initial).outputs)
     out = torch.cat(parts)
-    attention_pass.recurred(key, inputs, whole, out)
+    attention_pass.on_recurrence(key, inputs, whole, out)
     return out
 
 
@@ -74,14 +76,15 @@ def _scan_strands(
     """Outputs of all strands' tokens, and the states after the layout's `state_paths`, in their order.
 
     Args:
-        inherited: [strands, ...], the states from which strands start that continue others'; None: there are none.
+        inherited: [strands, ...], the states from which strands start that continue strands of passes around; None:
+            there are no such strands.
     """
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
-    first = layout.first
+    first = layout.own_start
     if inherited is not None:
-        states = {end_of(one.path): state for one, state in zip(layout.segments, inherited, strict=False)}
-    for runs, spans in layout.scan_rounds:
+        states = {end_of(strand.path): state for strand, state in zip(layout.segments, inherited, strict=False)}
+    for runs, spans in layout.states.rounds:
         # Without passes around, all runs of the first round start from zeros, all others from states.
         initial = torch.stack([states[path_end] for *_, path_end in runs]) if states else None
         scanned = scan(
@@ -91,7 +94,7 @@ def _scan_strands(
             outputs[start], states[end] = out, state
     return Scanned(
         torch.cat([outputs[start] for start in sorted(outputs)]),
-        torch.stack([states[end] for end in layout.state_numbers]),
+        torch.stack([states[end] for end in layout.states.numbers]),
     )
 
 
@@ -108,32 +111,33 @@ def shared_conv(
     num, lens = layout.num_strands, [segment.length for segment in layout.segments]
     tails = inherited = None
     if num:
-        inherited = _inherited(attention_pass, key, x.device)
+        inherited = _initial_states(attention_pass, key, None, "strands", x.device)
         tails = _last_inputs(layout, x, tail_len, inherited)
         if attention_pass.capture is not None:
             x = attention_pass.capture.capture(key, tails, beside=(x,))[-1]
     of_segments = x.split(lens)
     before = [x.new_zeros(tail_len, x.shape[-1])] * len(of_segments)
     for i, strand in enumerate(layout.segments[:num]):
-        if end_of(strand.path) > layout.first:
+        if end_of(strand.path) > layout.own_start:
             assert tails is not None
-            before[i] = tails[layout.state_numbers[end_of(strand.path)]]
+            before[i] = tails[layout.states.numbers[end_of(strand.path)]]
         elif strand.path:
             assert inherited is not None
             before[i] = inherited[i]
-    if (continued := _continued(attention_pass, key, tails, x.device)) is not None:
-        before[num:] = continued.unbind()
+    if (of_suffixes := _initial_states(attention_pass, key, tails, "suffixes", x.device)) is not None:
+        before[num:] = of_suffixes.unbind()
     after_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
     lens = [n for segment in of_segments for n in (tail_len, len(segment))]
     out = torch.cat(after_tails.split(lens)[1::2])
-    attention_pass.recurred(key, [x], lambda of_row, shift: conv(of_row[0]), out)
+    attention_pass.on_recurrence(key, [x], lambda of_row, shift: conv(of_row[0]), out)
     return out
 
 
 def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int, inherited: torch.Tensor | None) -> torch.Tensor:
     """[states, tail_len, D]: the last inputs of x [T, D] on each of the layout's `state_paths`, with zeros in front
-    where there are fewer; `inherited` [strands, tail_len, D] are those before strands that continue others'."""
-    index = layout.last_tokens(tail_len, x.device)
+    where there are fewer; `inherited` [strands, tail_len, D] are the inputs before strands that continue strands of
+    passes around."""
+    index = layout.states.last_tokens(tail_len, x.device)
     after_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
     if inherited is not None:
         after_zeros = torch.cat([after_zeros, inherited.flatten(0, 1)])
@@ -141,45 +145,27 @@ def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int, inherited: torc
     return after_zeros.index_select(0, index.flatten()).view(*index.shape, x.shape[-1])
 
 
-def _inherited(attention_pass: AttentionPass, key: Key, device: torch.device) -> torch.Tensor | None:
-    """[strands, ...]: the states from which those strands of the pass start that continue strands of the passes around
-    it; None where none does."""
-    return _of_parts(attention_pass, key, None, attention_pass.layout.continued(False, device), strands=True)
-
-
-def _continued(
-    attention_pass: AttentionPass, key: Key, states: torch.Tensor | None, device: torch.device
+def _initial_states(
+    attention_pass: AttentionPass, key: Key, own: torch.Tensor | None, of: Segments, device: torch.device
 ) -> torch.Tensor | None:
-    """[suffixes, ...]: the state from which each suffix of the pass starts; None where all start from zero.
+    """The state [n, ...] from which each of the pass's n strands or suffixes starts. It is zeros for a segment that
+    starts from no state, and for a strand that continues another strand of this pass. None: all are zeros.
 
     Args:
-        states: [N, ...], those that the packed row's own strands leave; None in a wave.
-    """
-    return _of_parts(attention_pass, key, states, attention_pass.layout.continued(True, device), strands=False)
-
-
-def _of_parts(
-    attention_pass: AttentionPass, key: Key, own: torch.Tensor | None,
-    parts: Sequence[tuple[int, torch.Tensor, torch.Tensor]], strands: bool,
-) -> torch.Tensor | None:  # fmt: skip
-    """[n, ...]: the state from which each of the pass's `strands`, or suffixes, starts; zeros where there is none; None
-    where there is none at all.
-
-    Args:
-        own: [N, ...], states that the packed row's own strands leave. parts: of `Layout.continued`.
+        own: [N, ...], states that the packed row's own strands leave; None where no segment starts from these.
     """
     layout, caches = attention_pass.layout, attention_pass.caches
-    total = layout.num_strands if strands else len(layout.suffixes.lens)
-    found = None
-    for part, segments, numbers in parts:
-        cache = caches[part] if part < len(caches) else None
+    total = layout.num_strands if of == "strands" else len(layout.states.suffixes.lens)
+    initial = None
+    for level, segments, numbers in layout.states.initial(of, device):
+        cache = caches[level] if level < len(caches) else None
         states = own if cache is None else cache.read(key)[0]
         chosen: torch.Tensor = ReadPrefix.apply(states, numbers, cache, key)  # type: ignore[no-untyped-call]
         if len(chosen) == total:
             return chosen
-        found = chosen.new_zeros(total, *chosen.shape[1:]) if found is None else found
-        found = found.index_copy(0, segments, chosen)
-    return found
+        initial = chosen.new_zeros(total, *chosen.shape[1:]) if initial is None else initial
+        initial = initial.index_copy(0, segments, chosen)
+    return initial
 
 
 # (inputs [n, longest, ...] of n padded segments, states [n, ...] from which they start; None: zeros) -> outputs and

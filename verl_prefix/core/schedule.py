@@ -30,7 +30,7 @@ class _PhaseA:
 
     Attributes:
         layout, output: as of `Schedule.phase_a`.
-        caches: those of the phases A around it, and its own, the last one.
+        caches: the caches of the phases A around it, and its own, which is the last.
     """
 
     layout: Layout
@@ -76,8 +76,8 @@ class Schedule:
         self, tokens: TokenBatch, planned: PackedPass | PhasedPass, last: bool = True
     ) -> Iterator[Iterator[PassOutputs]]:
         """Context of one pass, inside `grouped_attention`: phase A runs on entering, a forward at each iteration, phase
-        C on leaving, of the forwards so far. Phases A and C of nested passes run in between, as iteration gets there:
-        the last of them where the iterator is asked for a forward after the last one.
+        C on leaving, of the forwards so far. Phases A and C of nested passes run in between, as iteration gets there;
+        the last phase C runs where the iterator is asked for a forward after the last one.
 
         The caller runs a forward's backward before it asks for the next forward: contexts of this generator
         (`gradient_sync`, `meter`) stay open at the yield. After an exception, and where no prefix has a gradient, there
@@ -108,7 +108,7 @@ class Schedule:
     def _packed(
         self, tokens: TokenBatch, planned: PackedPass, around: _PhaseA | None, last: bool
     ) -> Generator[PassOutputs]:
-        layout = build_layout(planned.groups, tokens.offsets, around.layout if around else None)
+        layout = build_layout(planned.groups, tokens.offsets, around=around.layout if around else None)
         with self.meter.phase("packed", planned.groups, tokens.input_ids.device), self.gradient_sync(last):
             yield self.forward.packed_or_wave(tokens, layout, around.caches if around else ())
 
@@ -138,23 +138,23 @@ class Schedule:
         self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, around: _PhaseA | None = None
     ) -> tuple[Layout, torch.Tensor]:
         """Runs the prefixes of a pass; returns their packed row and the model's output, see `PackedForward.phase_a`."""
-        source, caches = (around.layout, around.caches) if around else (None, ())
-        layout = build_layout(planned.groups, tokens.offsets, source, suffixes=False)
+        layout_around, caches = (around.layout, around.caches) if around else (None, ())
+        layout = build_layout(planned.groups, tokens.offsets, "phase_a", layout_around)
         with self.meter.phase("phase_a", planned.groups, tokens.input_ids.device), cache.saving():
             if layout.reads is not None and tokens.is_read is not None:
                 layout = layout.reading(tokens.is_read)
             output = self.forward.phase_a(
-                tokens, layout, cache, with_head=planned.reads_strands, keep_attention=not self.offload, around=caches
+                tokens, layout, cache, with_head=planned.reads_strands, offloads=self.offload, around=caches
             )
         return layout, output
 
 
-def wave_layouts(tokens: TokenBatch, planned: PhasedPass, source: Layout) -> Iterator[tuple[Layout, str]]:
+def wave_layouts(tokens: TokenBatch, planned: PhasedPass, around: Layout) -> Iterator[tuple[Layout, str]]:
     """Yields the packed row of each wave of a pass, and its name in words.
 
     Args:
-        source: the packed row of phase A.
+        around: the packed row of phase A.
     """
     for at, wave in enumerate(planned.waves, start=1):
-        layout = build_layout([piece for _, piece in wave], tokens.offsets, source, strands=False)
+        layout = build_layout(wave, tokens.offsets, "wave", around)
         yield layout, f"wave {at} of {len(planned.waves)}"

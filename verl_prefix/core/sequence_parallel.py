@@ -38,12 +38,12 @@ class Shards:
     def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> None:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        parts = (range(layout.num_strand_tokens), range(layout.num_strand_tokens, layout.num_tokens))
-        slice_lens = [-(-len(part) // self.size) for part in parts]
+        lens = (layout.num_strand_tokens, layout.num_tokens - layout.num_strand_tokens)
+        slice_lens = [-(-length // self.size) for length in lens]
         self._local = sum(slice_lens)
         positions = []
-        for part, length, before in zip(parts, slice_lens, (0, slice_lens[0]), strict=True):
-            number = torch.arange(len(part))
+        for num_tokens, length, before in zip(lens, slice_lens, (0, slice_lens[0]), strict=True):
+            number = torch.arange(num_tokens)
             positions.append(number // max(length, 1) * self._local + before + number % max(length, 1))
         # Where every token stands among the tokens of rank 0, then rank 1, and so on.
         self._positions = torch.cat(positions)
@@ -51,7 +51,7 @@ class Shards:
         self.tokens = self.own(torch.arange(layout.num_tokens))
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of all tokens [T], in host memory -> those of this rank's tokens [t], 0 where a slice is padded."""
+        """Values of all tokens [T], in host memory -> of this rank's tokens [t], 0 where a slice is padded."""
         padded = values.new_zeros(self.size * self._local)
         padded[self._positions] = values
         return padded.view(self.size, self._local)[self.rank]
@@ -63,28 +63,28 @@ class Shards:
             tokens: [n] int64, tokens of the packed row, in ascending order.
 
         Returns:
-            [m] int64, positions among this rank's tokens: those of `tokens` that it has, then others, none twice, up to
-            as many as any rank has. And [n] int64: where the output of each of `tokens` stands among those of all
-            ranks, for `gather`.
+            [m] int64, positions among this rank's tokens: of the `tokens` that it has, then of other tokens, none
+            twice, up to as many as any rank has. And [n] int64, `gathered_at` for `gather`: where the output of each of
+            `tokens` stands among the outputs of all ranks.
         """
         owner, local = self._positions[tokens] // self._local, self._positions[tokens] % self._local
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max())
         order = owner.argsort(stable=True)
         number = torch.arange(len(tokens)) - (counts.cumsum(0) - counts)[owner[order]]
-        places = torch.empty_like(owner)
-        places[order] = owner[order] * most + number
+        gathered_at = torch.empty_like(owner)
+        gathered_at[order] = owner[order] * most + number
         own, is_other = local[owner == self.rank], torch.ones(self._local, dtype=torch.bool)
         is_other[own] = False
-        return torch.cat([own, is_other.nonzero()[: most - len(own), 0]]), places
+        return torch.cat([own, is_other.nonzero()[: most - len(own), 0]]), gathered_at
 
-    def gather(self, outputs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Outputs [m, k] of every rank -> [n, k] on every rank, by what `head_tokens` returned.
+    def gather(self, outputs: torch.Tensor, gathered_at: torch.Tensor) -> torch.Tensor:
+        """Outputs [m, k] of every rank -> [n, k] on every rank, by `gathered_at` of `head_tokens`.
 
         Every rank computes the loss of all tokens, and FSDP, as mcore, averages gradients over ranks. So backward
         multiplies the gradients of a rank's own tokens by n."""
         gathered: torch.Tensor = _Gather.apply(outputs, self.group)  # type: ignore[no-untyped-call]
-        return gathered.index_select(0, on_device(places, outputs.device))
+        return gathered.index_select(0, on_device(gathered_at, outputs.device))
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """Values [t, ...] of each rank's tokens -> [T, ...] of all tokens."""
@@ -92,35 +92,35 @@ class Shards:
         return gathered.index_select(0, self._on_device)
 
     def to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """[t, H, ...] each, of this rank's tokens -> [T, H / n, ...] of all tokens, by one all-to-all for each dtype.
+        """Tensors [t, H, ...] of this rank's tokens -> [T, H / n, ...] of all tokens, by one all-to-all for each dtype.
         Fewer heads than ranks are repeated: [T, 1, ...]."""
         n = self.size
-        parts = [x if x.shape[1] >= n else x.repeat_interleave(n // x.shape[1], 1) for x in tensors]
-        parts = [x.unflatten(1, (n, -1)) for x in parts]
-        found = list(parts)
-        for dtype in dict.fromkeys(x.dtype for x in parts):
-            alike = [i for i, x in enumerate(parts) if x.dtype == dtype]
-            sent = torch.cat([parts[i].flatten(2) for i in alike], 2).transpose(0, 1).flatten(0, 1)
+        whole = [x if x.shape[1] >= n else x.repeat_interleave(n // x.shape[1], 1) for x in tensors]
+        by_rank = [x.unflatten(1, (n, -1)) for x in whole]
+        of_heads = list(by_rank)
+        for dtype in dict.fromkeys(x.dtype for x in by_rank):
+            alike = [i for i, x in enumerate(by_rank) if x.dtype == dtype]
+            sent = torch.cat([by_rank[i].flatten(2) for i in alike], 2).transpose(0, 1).flatten(0, 1)
             received: torch.Tensor = _AllToAll.apply(sent, self.group)  # type: ignore[no-untyped-call]
-            columns = received.split([parts[i].shape[2:].numel() for i in alike], 1)
+            columns = received.split([by_rank[i].shape[2:].numel() for i in alike], 1)
             for i, x in zip(alike, columns, strict=True):
-                found[i] = x.index_select(0, self._on_device).unflatten(1, parts[i].shape[2:])
-        return found
+                of_heads[i] = x.index_select(0, self._on_device).unflatten(1, by_rank[i].shape[2:])
+        return of_heads
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """[T, H / n, ...] of all tokens -> [t, H, ...] of this rank's, zero where a slice is padded."""
+        """A tensor [T, H / n, ...] of all tokens -> [t, H, ...] of this rank's tokens, zero where a slice is padded."""
         padded = out.new_zeros(self.size * self._local, *out.shape[1:]).index_copy(0, self._on_device, out)
         received: torch.Tensor = _AllToAll.apply(padded, self.group)  # type: ignore[no-untyped-call]
         by_rank: torch.Tensor = received.unflatten(0, (self.size, self._local))
         return by_rank.transpose(0, 1).flatten(1, 2)
 
     def heads(self, weights: torch.Tensor) -> torch.Tensor:
-        """[H, ...] -> [H / n, ...], those of this rank's heads."""
+        """Weights [H, ...] of all heads -> [H / n, ...] of this rank's heads."""
         return weights.chunk(self.size)[self.rank]
 
 
 class _AllToAll(torch.autograd.Function):
-    """[n m, ...] in n blocks, the i-th for rank i -> the blocks that the ranks sent here. Its own inverse."""
+    """Sends [n m, ...] in n blocks, the i-th to rank i -> the blocks that ranks sent here. It is its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -136,7 +136,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[m, k] of every rank -> [n m, k]."""
+    """Gathers [m, k] of every rank -> [n m, k]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -10,9 +10,9 @@
       strand 2 [ other call, result ]  -> row 3 [ next call ]
 
 A row's cuts follow from the row itself, as ends of messages do, never from the rows beside it. So rows that agree in
-some tokens by chance do not share them. Between two cuts, two rows share their tokens where those of one begin with
-those of the other. A strand and the only one that follows it are joined: the growing prompts of a session are one
-strand, and each suffix reads a part of it.
+a few tokens by chance do not share them. Between two cuts, two rows share their tokens where the tokens of a row begin
+with the tokens of the other. A strand and the only strand that follows it are joined: the growing prompts of a session
+are one strand, and each suffix reads a part of it.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,14 @@ import torch
 
 from verl_prefix.core.groups import Fork, Group, Strand, check_prompts, rows_by_key
 
-# A message that ends within this many tokens of a prompt's end is the last one: only the generation prompt follows it.
+# A message that ends within so many tokens of a prompt's end is the last message: a generation prompt follows it.
 GENERATION_PROMPT = 16
-# Tokens of a block of a prefix cache: vLLM's is 16, and up to 256 by kernel and device; SGLang's pages have 1 to 64.
-CACHE_BLOCKS = (16, 32, 64, 128, 256)
 
 
 def cuts_at(ends: Sequence[int], prompt_len: int, shown: int = 0) -> list[int]:
     """Where a row is cut: one token before each end, as a prefix ends before the last prompt token.
 
-    The end of the prompt counts as one, too, unless one of `ends` lies just before it. Between the two is then a
+    The end of the prompt counts as an end, too, unless another end lies just before it. Between the two ends is then a
     generation prompt. In the next turn's history it may look different, and it is short: it is computed with the
     response.
 
@@ -45,22 +43,12 @@ def cuts_at(ends: Sequence[int], prompt_len: int, shown: int = 0) -> list[int]:
     return cuts
 
 
-def block_cuts(cuts: Sequence[int]) -> list[int]:
-    """The cuts, and before each of them the last end of a block of a rollout's prefix cache, of any usual size.
-
-    Two rows with the same prompt go to the same experts in blocks that the second one found in the cache, and may go to
-    others in the tokens after these, which it computed itself. A size that is not the rollout's adds a cut, which costs
-    nothing: strands that only one strand follows are joined.
-    """
-    return sorted({*cuts, *(cut // size * size for cut in cuts for size in CACHE_BLOCKS)})
-
-
 def group_trees(
     tokens: torch.Tensor, offsets: Sequence[int], prompt_lens: Sequence[int], cuts: Sequence[Sequence[int]]
 ) -> list[Group]:
     """Groups rows that share what lies before their cuts.
 
-    Rows share the n tokens before a cut only if they also agree in the next one, whose log-prob token n - 1 gives. So
+    Rows share the n tokens before a cut only if they also agree in the next token, whose log-prob token n - 1 gives. So
     where rows may first differ in token d, the cut is at d - 1.
 
     Args:
@@ -68,7 +56,7 @@ def group_trees(
             mixed into them.
         offsets: first token of each row, and the end.
         prompt_lens: tokens of each row's prompt, at least 1.
-        cuts: of each row, in any order; those outside of [1, row length - 2] are left out.
+        cuts: of each row, in any order; cuts outside of [1, row length - 2] are left out.
 
     Returns:
         groups in order of their first rows. A row without response tokens is a group of its own.
@@ -92,17 +80,17 @@ def group_trees(
         following: dict[Fork, list[int]] = {}
         for fork, rows in rows_at.items():
             new: list[int] = []  # strands that begin after this fork
-            strand_of: dict[int, int] = {}  # of those, by the hash of their first `known_end` + 1 tokens
+            strand_of: dict[int, int] = {}  # `new` strands, by the hash of their first `known_end` + 1 tokens
             known_end = -1
             # Rows by their next cut or end, the largest first: so a shorter row finds the strand that begins with it.
-            # Of equal ones, rows that go on come first.
+            # Of equal rows, those that go on come first.
             order = sorted((-ends[row][depth], len(ends[row]) == depth + 1, row) for row in rows)
             equal = rows_by_key((-n, last, hash_of[row]) for n, last, row in order)
             for (end, is_last, hashed), members in equal.items():
                 same = [order[i][2] for i in members]
-                if end != known_end:  # of strands with the same hash the first one counts
-                    found = hashes.of([strands[strand].row for strand in new], end).tolist()
-                    strand_of, known_end = dict(zip(reversed(found), reversed(new), strict=True)), end
+                if end != known_end:  # of strands with the same hash the first strand counts
+                    of_new = hashes.of([strands[strand].row for strand in new], end).tolist()
+                    strand_of, known_end = dict(zip(reversed(of_new), reversed(new), strict=True)), end
                 strand = strand_of.get(hashed)
                 hashes.check(same, same[0] if strand is None else strands[strand].row, fork.start, end)
                 if strand is None and is_last:  # nobody shares their last tokens, which become suffixes
@@ -121,7 +109,7 @@ def group_trees(
 
 
 def _chained(strands: Sequence[Strand], forks: dict[int, Fork]) -> tuple[list[Strand], dict[int, Fork]]:
-    """Joins a strand and the only one that begins at its end. So the growing prompts of a session are one segment of
+    """Joins a strand and the only strand that begins at its end. So the growing prompts of a session are one segment of
     the causal call, and no part of it copies the keys of the parts before it."""
     following: dict[int, list[int]] = {}
     for number, strand in enumerate(strands):
@@ -181,12 +169,6 @@ def mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 31)
 
 
-def mix_columns(rows: torch.Tensor) -> torch.Tensor:
-    """[n] int64: well spread values of rows [n, m] of int16."""
-    wide = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4)).view(torch.int64)
-    return mix(mix(wide ^ mix(torch.arange(wide.shape[1]))).sum(1))
-
-
 def mix_rows(tokens: torch.Tensor, offsets: Sequence[int], values: Sequence[int]) -> torch.Tensor:
     """[N] int64: tokens mixed with their row's value, so that rows of different values do not share."""
     lens = torch.tensor(offsets, dtype=torch.int64).diff()
@@ -197,8 +179,8 @@ def _groups(
     strands: Sequence[Strand], forks: dict[int, Fork], lens: Sequence[int], first_outputs: Sequence[int]
 ) -> list[Group]:
     """Makes a group of each strand without a parent and all after it, depth first, and of each other row."""
-    # What follows a strand: (first token, kind, number), by kind a row without a suffix (0) or with one (1), or a
-    # strand (2).
+    # What follows a strand: (first token, kind, number), where kind is 0 for a row without a suffix, 1 for a row
+    # with a suffix, and 2 for a strand.
     below: dict[int, list[tuple[int, int, int]]] = {}
     for row, fork in forks.items():
         below.setdefault(fork.strand, []).append((fork.start, int(fork.start < lens[row] - 1), row))
@@ -220,8 +202,7 @@ def _groups(
         members = tuple(strands[i]._replace(parent=numbers[strands[i].parent]) for i in order)
         own = tuple(forks[row]._replace(strand=numbers[forks[row].strand]) for row in rows)
         suffix_lens = tuple(lens[row] - 1 - fork.start for row, fork in zip(rows, own, strict=True))
-        prefix_len = sum(strand.end - strand.start for strand in members)
         first = tuple(first_outputs[row] for row in rows)
-        groups.append(Group(tuple(rows), prefix_len, suffix_lens, members, own, first))
-    groups += [Group((row,), first, (0,)) for row, first in enumerate(first_outputs) if row not in forks]
+        groups.append(Group(tuple(rows), suffix_lens, members, own, first))
+    groups += [Group.of_prompt((row,), first, (0,)) for row, first in enumerate(first_outputs) if row not in forks]
     return sorted(groups, key=lambda group: min(group.rows))

@@ -8,10 +8,13 @@ import torch
 
 from verl_prefix.core.calls import ranges
 from verl_prefix.core.groups import Group, group_by_key
-from verl_prefix.core.trees import block_cuts, cuts_at, group_trees, mix, mix_columns, mix_rows
+from verl_prefix.core.trees import cuts_at, group_trees, mix, mix_rows
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.models.messages import message_ends
 from verl_prefix.models.vision import is_vision_config, shown_lens, tree_tokens
+
+# Tokens of a block of a prefix cache: vLLM's is 16, and up to 256 by kernel and device; SGLang's pages have 1 to 64.
+CACHE_BLOCKS = (16, 32, 64, 128, 256)
 
 
 class TreeRule(NamedTuple):
@@ -51,7 +54,7 @@ def group_rows(rows: BatchRows, trees: TreeRule, are_cut: bool) -> list[Group]:
             raise ValueError(f"rows {[*group.rows]} arrived as one group, and their prompts differ")
     cuts = row_cuts(rows, trees) if are_cut else [[n - 1] for n in rows.prompt_lens]
     if rows.expert_routes is not None:
-        cuts = [block_cuts(one) for one in cuts]
+        cuts = [_block_cuts(row) for row in cuts]
     elif not are_cut:
         return groups
     return group_trees(_tree_tokens(rows, trees, cuts), rows.offsets, rows.prompt_lens, cuts)
@@ -117,5 +120,21 @@ def _tree_tokens(rows: BatchRows, trees: TreeRule, cuts: Sequence[Sequence[int]]
 def _experts_before(routes: torch.Tensor, end: int) -> torch.Tensor:
     """Names, for each token of a row [n, layers, k] before `end`, the experts of the token before it: [n] int64, 0 for
     later tokens."""
-    named = mix_columns(routes[:end].flatten(1))[:-1]
+    named = _mix_columns(routes[:end].flatten(1))[:-1]
     return torch.nn.functional.pad(named, (1, len(routes) - len(named) - 1))
+
+
+def _block_cuts(cuts: Sequence[int]) -> list[int]:
+    """The cuts, and before each of them the last end of a block of a rollout's prefix cache, of any usual size.
+
+    Two rows with the same prompt go to the same experts in blocks that the second one found in the cache, and may go to
+    others in the tokens after these, which it computed itself. A size that is not the rollout's adds a cut, which costs
+    nothing: strands that only one strand follows are joined.
+    """
+    return sorted({*cuts, *(cut // size * size for cut in cuts for size in CACHE_BLOCKS)})
+
+
+def _mix_columns(rows: torch.Tensor) -> torch.Tensor:
+    """[n] int64: well spread values of rows [n, m] of int16."""
+    wide = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4)).view(torch.int64)
+    return mix(mix(wide ^ mix(torch.arange(wide.shape[1]))).sum(1))

@@ -13,7 +13,7 @@ from verl_prefix.config.actor import tokens_key
 from verl_prefix.core.errors import add_note
 from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.plan import Plan, largest_wave, most_outputs
-from verl_prefix.core.waves import limit_waves
+from verl_prefix.core.planning import limit_waves
 
 _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
 

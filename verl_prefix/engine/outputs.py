@@ -123,7 +123,7 @@ class TokenOutputs:
         """
         routes, offsets = self.tokens.routes, self.tokens.offsets
         assert routes is not None
-        for group in (group for one in plan.every for group in one.groups):
+        for group in (group for one in plan.all_passes for group in one.groups):
             for row, fork in zip(group.rows, group.forks, strict=True):
                 for strand, start, end in group.strands_before(fork):
                     source = offsets[group.strands[strand].row]

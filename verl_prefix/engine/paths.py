@@ -16,8 +16,8 @@ from verl_prefix.config.actor import tokens_key
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group, leave_out
 from verl_prefix.core.plan import Plan
+from verl_prefix.core.planning import leaves_room
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import leaves_room
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss

@@ -1,8 +1,9 @@
 """PrefixEngine: verl's engine with a `forward_backward_batch` that shares prefixes.
 
 verl hands the engine a rank's whole mini-batch. The stock path cuts it into micro-batches of rows. Ours groups the
-rows, plans passes over groups (`core.waves`), runs them (`core.schedule`) and computes log-probs, entropy and loss of
-each pass with verl's own functions, on suffix tokens only. What differs from engine to engine of verl is its backend's.
+rows, plans passes over groups (`core.planning`), runs them (`core.schedule`) and computes log-probs, entropy and loss
+of each pass with verl's own functions, on suffix tokens only. What differs from engine to engine of verl is its
+backend's.
 """
 
 import functools
@@ -24,7 +25,7 @@ from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan
-from verl_prefix.core.waves import pad_to_same_passes
+from verl_prefix.core.planning import pad_to_same_passes
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.carried_pixels import receive_pixels
 from verl_prefix.engine.exchange import open_exchange
@@ -208,7 +209,7 @@ class PrefixEngine:
         if ranks.has_outputs:
             outputs, indices, num_not_finite = results.finish(plan)
             output = postprocess_batch_func(outputs, indices, data=rows.data)
-            even_out(output["metrics"], outputs, plan.num_steps)
+            even_out(output["metrics"], outputs, plan.num_losses)
         if loss.needs_a_token:
             same_sums(output["metrics"], ranks.data)
         if output["model_output"] and results.token_outputs.tokens.records:

@@ -183,7 +183,7 @@ class BatchRows:
     def alone(self) -> list[Group]:
         """Each row as a group of its own."""
         lens = zip(self.prompt_lens, self.response_lens, strict=True)
-        return [Group((row,), prompt_len - 1, (n,)) for row, (prompt_len, n) in enumerate(lens)]
+        return [Group.of_prompt((row,), prompt_len - 1, (n,)) for row, (prompt_len, n) in enumerate(lens)]
 
     def budget(self, groups: Sequence[Group]) -> int:
         """Tokens of one pass over `groups`, on all ranks that share it: verl's token budget, or what its micro-batch of

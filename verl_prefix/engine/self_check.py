@@ -126,10 +126,10 @@ class ProbedPass(AttentionPass):
         super().__init__(*args, **options)
         self._probe = probe
 
-    def attended(self, layer: int, *args: Any, **options: Any) -> None:
+    def on_attention(self, layer: int, *args: Any, **options: Any) -> None:
         self._probe.attention(layer, self.layout, *args, **options)
 
-    def recurred(self, key: Hashable, *args: Any) -> None:
+    def on_recurrence(self, key: Hashable, *args: Any) -> None:
         self._probe.recurrence(key, self.layout, *args)
 
 

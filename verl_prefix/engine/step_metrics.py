@@ -193,7 +193,7 @@ class StepMetrics:
 def plan_metrics(rows: BatchRows, groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dict[str, float]:
     """Returns this rank's prefix/* metrics of one mini-batch, in which rows of padding share nothing."""
     groups = rows.without_padding(groups)
-    computed = [pair for one in plan.every for pair in one.tokens_of_groups if rows.without_padding(pair[:1])]
+    computed = [pair for one in plan.all_passes for pair in one.tokens_of_groups if rows.without_padding(pair[:1])]
     num_logical = sum(group.num_logical_tokens for group in groups)
     shared = [group for group in groups if group.is_shared]
     peak = schedule.meter.phase_b_peak
@@ -208,7 +208,7 @@ def plan_metrics(rows: BatchRows, groups: Sequence[Group], plan: Plan, schedule:
         "prefix/tokens_saved": num_logical - sum(tokens for _, tokens in computed),
         "prefix/pass_depth": plan.depth,
         "prefix/recomputed_tokens": plan.recomputed_tokens,
-        "prefix/packed_passes": plan.num_steps - len(plan.waves),
+        "prefix/packed_passes": plan.num_losses - len(plan.waves),
         "prefix/waves": len(plan.waves),
         "prefix/offloaded_gib": schedule.meter.transfers["host_bytes"] / 2**30,
         **{f"timing_s/prefix_{phase}": seconds for phase, seconds in schedule.meter.seconds.items()},

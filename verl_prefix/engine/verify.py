@@ -17,7 +17,7 @@ from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.groups import Group
 from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan
-from verl_prefix.core.waves import make_plan
+from verl_prefix.core.planning import make_plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
@@ -247,7 +247,7 @@ def _of_rows(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
     for group in groups:
         units = [range(*unit) for unit in group.units()]
         places = [i for unit in units if all(chosen[group.rows[j]] for j in unit) for i in unit]
-        found += [group.of(places)] if places else []
+        found += [group.with_rows(places)] if places else []
     return found
 
 
@@ -272,7 +272,7 @@ def _cheapest(groups: Sequence[Group], num_rows: int) -> Group:
         most_rows = max(least_rows, min(_MOST_ROWS, num_rows // 24))
         tokens = [sum(sum(group.suffix_lens[slice(*unit)]) for unit in units[:n]) for n in range(least_rows, most_rows)]
         count = next((n for n, sum_ in enumerate(tokens, start=least_rows) if sum_ >= _ENOUGH_TOKENS), most_rows)
-        return group.of(sorted(row for unit in units[:count] for row in range(*unit))).pruned()
+        return group.with_rows(sorted(row for unit in units[:count] for row in range(*unit))).pruned()
 
     sampled = [longest(group) for group in groups]
     shared = [group for group in sampled if group.is_shared] or sampled

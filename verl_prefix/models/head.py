@@ -5,24 +5,22 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from verl_prefix.core.forward import HeadOutputs
+from verl_prefix.core.forward import LogitsFn
 
 
 class ChunkedHead:
-    """Replaces lm_head's forward: returns what `outputs` makes of the logits of at most `chunk` tokens at a time.
+    """Replaces lm_head's forward: returns what `of_logits` makes of the logits of at most `chunk` tokens at a time.
 
     Args:
         forward: the forward that it replaces: the class's, or one that others put on the instance.
-        outputs: as in `core.forward.Model.token_outputs`.
+        of_logits: as in `core.forward.Model.token_outputs`.
 
     Attributes:
         result: what it returned last.
     """
 
-    def __init__(
-        self, forward: Callable[[torch.Tensor], torch.Tensor], outputs: HeadOutputs | None, chunk: int
-    ) -> None:
-        self.forward, self.outputs, self.chunk = forward, outputs, chunk
+    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], of_logits: LogitsFn | None, chunk: int) -> None:
+        self.forward, self.of_logits, self.chunk = forward, of_logits, chunk
         self.result: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -31,7 +29,7 @@ class ChunkedHead:
         return self.result
 
     def _of_chunks(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.outputs is None:
+        if self.of_logits is None:
             return hidden.sum(-1, keepdim=True)
         which = torch.arange(hidden.shape[1], device=hidden.device)
         # Backward begins with the last chunk, whose logits are kept: they take no more memory than a recomputation's.
@@ -42,5 +40,5 @@ class ChunkedHead:
         return torch.cat([x.unsqueeze(0) for x in chunks], dim=1)  # no view, which FSDP2's hooks would warn of
 
     def _of(self, which: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.outputs is not None
-        return self.outputs(which, self.forward(hidden))
+        assert self.of_logits is not None
+        return self.of_logits(which, self.forward(hidden))

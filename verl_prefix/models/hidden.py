@@ -13,7 +13,7 @@ class HiddenStateModel(HookedModel):
     """A `core.forward.Model` whose "logits" are the decoder's last hidden states [1, n, hidden size], all at once. The
     model may have any head, which does not run."""
 
-    def _needs_all_logits(self, lm_head: object, outputs: object) -> bool:
+    def _needs_all_logits(self, lm_head: object, of_logits: object) -> bool:
         return True
 
     def logits(self, inputs: dict[str, Any], keep: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import AttentionParams, on_device
 from verl_prefix.core.errors import WITHOUT_SHARING
-from verl_prefix.core.forward import HeadOutputs
+from verl_prefix.core.forward import LogitsFn
 from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.head import ChunkedHead
 from verl_prefix.models.replaced import replaced
@@ -112,7 +112,7 @@ class MegatronModel:
         position_ids: torch.Tensor,
         head_tokens: torch.Tensor,
         attention_pass: AttentionPass,
-        outputs: HeadOutputs | None,
+        of_logits: LogitsFn | None,
         logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
@@ -128,7 +128,7 @@ class MegatronModel:
         with ExitStack() as stack:
             if not self.is_early_stage:
                 layer = self._model.output_layer
-                head = functools.partial(self._head, layer.forward, head_tokens, outputs, logits_chunk)
+                head = functools.partial(self._head, layer.forward, head_tokens, of_logits, logits_chunk)
                 stack.enter_context(replaced(layer, "forward", head))
             result: torch.Tensor = self._module(ids[None], running.positions[None], None)
         if running.routes is not None and self._config.sequence_parallel and not torch.is_grad_enabled():
@@ -201,10 +201,10 @@ class MegatronModel:
         return out.flatten(1).unsqueeze(1)
 
     def _head(
-        self, forward: Callable[..., Any], head_tokens: torch.Tensor, outputs: HeadOutputs | None, chunk: int,
+        self, forward: Callable[..., Any], head_tokens: torch.Tensor, of_logits: LogitsFn | None, chunk: int,
         hidden: torch.Tensor, weight: torch.Tensor | None = None, **kwargs: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Replaces the forward of the output layer: hidden states [t, 1, H] -> what `outputs` makes of the logits of
+        """Replaces the forward of the output layer: hidden states [t, 1, H] -> what `of_logits` makes of the logits of
         `head_tokens` [n, 1, k]."""
         layer = self._model.output_layer
         sequence = layer.sequence_parallel
@@ -220,7 +220,7 @@ class MegatronModel:
             return found.squeeze(1)
 
         chosen = hidden.squeeze(1).index_select(0, head_tokens)
-        return ChunkedHead(logits, outputs, chunk)(chosen.unsqueeze(0)).transpose(0, 1), None
+        return ChunkedHead(logits, of_logits, chunk)(chosen.unsqueeze(0)).transpose(0, 1), None
 
     def _route(
         self, layer: int, router: Any, routing: Callable[..., tuple[torch.Tensor, torch.Tensor]], logits: torch.Tensor,

@@ -51,7 +51,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     """See `core.kernels`."""
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-    for query, key, is_causal, mask in _of_torch(call.spans.parts(), call, q.dtype):
+    for query, key, is_causal, mask in _of_torch(call.spans.by_segment(), call, q.dtype):
         parts = (_heads_first(x) for x in (q[query], k[key], v[key]))
         o, m = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *parts, 0.0, is_causal, attn_mask=mask, scale=call.scale

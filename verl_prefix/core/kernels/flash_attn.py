@@ -104,7 +104,7 @@ def _refusal(module: str, head_dim: int, softcap: bool) -> str | None:
 
 
 def _choose(head_dim: int, softcap: bool) -> _Interface | None:
-    return next((one for one in _installed() if _refusal(one.module, head_dim, softcap) is None), None)
+    return next((x for x in _installed() if _refusal(x.module, head_dim, softcap) is None), None)
 
 
 # What a missing best costs, where that is known, and the line that installs it; {cuda}: torch's, as in 128.

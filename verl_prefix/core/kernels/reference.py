@@ -25,7 +25,7 @@ def _by_kv_head(x_THD: torch.Tensor, num_kv_heads: int, dtype: torch.dtype) -> t
 
 def _blocks(q: torch.Tensor, call: Call) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
     """(query slice, key slice, hidden [q, k] or None) of each block."""
-    for q0, q1, k0, k1 in call.spans.parts():
+    for q0, q1, k0, k1 in call.spans.by_segment():
         step = max(1, _MAX_SCORES // (q.shape[1] * (k1 - k0)))
         for start in range(q0, q1, step):
             end = min(start + step, q1)

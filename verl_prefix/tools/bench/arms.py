@@ -33,8 +33,8 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan, first_fit
+from verl_prefix.core.planning import make_plan
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import make_plan
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
 from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.testing.rollouts import flatten, turn_rollouts

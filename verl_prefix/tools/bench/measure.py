@@ -15,11 +15,11 @@ from verl_prefix.auto.calibration import measure
 from verl_prefix.auto.chooser import Chooser, CostModel
 from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.core.forward import Outputs, PackedForward
-from verl_prefix.core.gradients import gradients_aside
+from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.schedule import Schedule, Step
 from verl_prefix.files import parse_json
+from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.bench import report as tables
 from verl_prefix.tools.bench.arms import WAVES_PER_BUDGET, Batch, Case, arm_plan, build_batch, run_arm, stock_attention
@@ -145,8 +145,8 @@ class Bench:
             result["seconds"]["log_probs"].append(run_arm(case, arm, train=False).seconds)
 
     def _rates(self, budget: int, batch_tokens: int, forward_only: bool) -> Rates:
-        def schedule(outputs: Outputs, step: Step, forward_only: bool) -> Schedule:
-            forward = PackedForward(HookedModel(self.model), outputs)
+        def schedule(of_logits: LogitsFn, step: Step, forward_only: bool) -> Schedule:
+            forward = PackedForward(HookedModel(self.model), of_logits)
             return Schedule(forward, step, None if forward_only else torch.Tensor.backward)
 
         return measure(

@@ -143,7 +143,7 @@ class Step:
         for row, rank in zip(rows, home, strict=True):
             members[rank].setdefault(self.keys[row], []).append(row)
         return [
-            [Group(tuple(same), self.prefixes[same[0]], tuple(self.suffixes[row] for row in same))
+            [Group.of_prompt(tuple(same), self.prefixes[same[0]], tuple(self.suffixes[row] for row in same))
              for key, same in groups.items() if key not in dead]
             for groups in members
         ]  # fmt: skip

@@ -40,7 +40,7 @@ class CountedForward(PackedForward):
 
 def _read_around(layout: Layout, group: Group) -> int:
     """How many outputs rows read of strands that packed rows around this one compute."""
-    around = len(group.strands) if layout.in_wave else group.outer
+    around = len(group.strands) if layout.kind == "wave" else group.outer
     return sum(
         max(end - max(start, first), 0)
         for fork, first in zip(group.forks, group.first_outputs, strict=True)

@@ -69,7 +69,7 @@ def _warm_up() -> None:
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         head_dim=64, vocab_size=128,
     )  # fmt: skip
-    _run(Job(tiny, (Group((0,), 64, (64,)),), 256), (Arm("stock"), Arm("phased")), GPUS["h100"])
+    _run(Job(tiny, (Group.of_prompt((0,), 64, (64,)),), 256), (Arm("stock"), Arm("phased")), GPUS["h100"])
 
 
 def _run(

@@ -140,7 +140,7 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
     each with the rest of the job's longest group as it is; None: nothing does. No prompt and response are longer than
     the model's positions."""
     hardware = replace(hardware, capacity=gib * GIB)  # the offload fetches back as much as there is room for
-    group = max(job.groups, key=lambda one: one.prefix_len + max(one.suffix_lens))
+    group = max(job.groups, key=lambda one: one.num_strand_tokens + max(one.suffix_lens))
     suffix, rows = max(group.suffix_lens), len(group.rows)
     shown = job.grids[job.groups.index(group)] if job.grids else ()
     shortest = 64 + (num_features(shown, job.config) if shown else 0)
@@ -148,7 +148,7 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
     longest_prompt = positions - suffix - 1
 
     def peak(arm: Arm, prefix: int, num_rows: int, wave: int | None) -> float:
-        one = Group(tuple(range(num_rows)), prefix, (suffix,) * num_rows)
+        one = Group.of_prompt(tuple(range(num_rows)), prefix, (suffix,) * num_rows)
         # Rows beyond those of one pass change nothing.
         budget = max(job.budget, prefix + 1 + suffix) if arm.path.startswith("stock") else 1 << 40
         changed = replace(
@@ -163,12 +163,15 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
         num_rows = rows if arm.path == "packed" else min(rows, 2)
         prompt = longest(lambda n: peak(arm, n, num_rows, wave), gib, shortest, longest_prompt)
         if arm.path == "packed":
-            return {"prompt": prompt, "group": longest(lambda n: peak(arm, group.prefix_len, n, None), gib, 1, 64)}
+            return {
+                "prompt": prompt,
+                "group": longest(lambda n: peak(arm, group.num_strand_tokens, n, None), gib, 1, 64),
+            }
         if wave is None:
             return {"prompt": prompt}
 
         def of_wave(tokens: int) -> float:
-            return peak(arm, group.prefix_len, 2 * -(-tokens // suffix), tokens)
+            return peak(arm, group.num_strand_tokens, 2 * -(-tokens // suffix), tokens)
 
         return {"prompt": prompt, "wave": longest(of_wave, gib, suffix, 64 * suffix)}
 

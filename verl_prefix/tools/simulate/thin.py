@@ -45,11 +45,11 @@ def thinned(
 
     def cost(one: PackedPass | PhasedPass) -> float:
         inside = Plan((one,))
-        shown = seeing([group.rows[0] for each in inside.every for group in each.groups])
+        shown = seeing([group.rows[0] for each in inside.all_passes for group in each.groups])
         return shown + RATES.seconds(shape, shape.passes_of(inside))
 
     def of_wave(wave: Wave) -> float:
-        return RATES.seconds(shape, [shape.pass_of([piece for _, piece in wave], prefixes=False)])
+        return RATES.seconds(shape, [shape.pass_of(wave, prefixes=False)])
 
     def chosen(
         passes: Sequence[PackedPass | PhasedPass], kept: int, weight: float, last_alone: bool
@@ -64,7 +64,7 @@ def thinned(
             # The costliest phases have the peak; every further ones tell what a wave of theirs costs.
             most = kept if each is costliest else -(-kept // 2)
             waves = thin(each.waves, of_wave, most)
-            weights.update((tuple(piece for _, piece in wave), weight * part * share) for wave, share in waves)
+            weights.update((wave, weight * part * share) for wave, share in waves)
             nested = tuple(chosen(each.nested, most, weight * part, False))
             yield replace(each, waves=tuple(wave for wave, _ in waves), nested=nested)
 

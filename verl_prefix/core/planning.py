@@ -1,0 +1,247 @@
+"""Makes plans: which groups share a pass, how suffixes fall into waves, and the same counts on every rank.
+
+A budget counts physical tokens: tokens that are computed. All functions here are pure functions of lengths, but for
+`pad_to_same_passes`, which is a collective.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from verl_prefix.core.groups import Group
+from verl_prefix.core.layout import pass_order
+from verl_prefix.core.nesting import Nesting
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, first_fit, largest_wave, packed_and_phased
+
+Pass = TypeVar("Pass", bound=PackedPass | PhasedPass)
+
+
+def make_plan(
+    groups: Sequence[Group],
+    budget: int,
+    schedule: str,
+    wave_tokens: int | None = None,
+    offload: bool = False,
+    least_wave: int = 1,
+    nests: bool = True,
+) -> Plan:
+    """Makes one rank's plan. What is alive at once fits the budget, unless one row alone exceeds it; on a pipeline of
+    several stages that is what `at_once` is for.
+
+    Args:
+        groups: all groups of the rank's rows.
+        budget: physical tokens of one pass (verl's ppo_max_token_len_per_gpu).
+        schedule: "packed": every group in as few packed passes as its pieces need. "phased": phase A, waves, phase C
+            for all. "auto": packed where the whole group fits the budget, phased where it does not.
+        wave_tokens: the most suffix tokens of one wave. Waves are smaller where prefixes, whose graph stays alive,
+            leave less of the budget. None: what prefixes leave.
+        offload: prefixes wait in host memory during the waves, and do not count.
+        least_wave: tokens that a wave may always have, whatever prefixes leave.
+        nests: passes may be nested in phases A, where a tree's strands fit none or leave little to waves. False on a
+            pipeline of several stages, which runs phases A apart.
+
+    Raises:
+        ValueError: the schedule is none of these.
+    """
+    if schedule not in ("packed", "phased", "auto"):
+        raise ValueError(f"schedule={schedule!r}: a plan is packed, phased or auto")
+    live = pass_order(groups)
+    is_packed = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
+    packed_groups = [group for group, packs in zip(live, is_packed, strict=True) if packs]
+    phased_groups = [group for group, packs in zip(live, is_packed, strict=True) if not packs]
+    if wave_tokens is not None and not leaves_room(wave_tokens, budget, offload):
+        wave_tokens = None
+    room = prefix_room(budget, wave_tokens, offload)
+    nested: list[PhasedPass] = []
+    to_phase: list[Group] = []
+    for group in phased_groups:
+        pieces = _pieces(group, room, suffixes=False)
+        nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
+        if nesting and nesting.is_better(*_one_level(pieces, budget, wave_tokens, offload)):
+            nested.append(nesting.passes())
+        else:
+            to_phase += pieces
+    to_pack = [piece for group in packed_groups for piece in _pieces(group, budget)]
+    packed = first_fit(to_pack, lambda group: group.num_physical_tokens, budget)
+    passes: list[PackedPass | PhasedPass] = [PackedPass(tuple(pass_order(members))) for members in packed]
+    for members in _phased_sets(to_phase, room, sys.maxsize if offload else budget):
+        ordered = tuple(pass_order(members))
+        resident = 0 if offload else sum(group.num_strand_tokens for group in ordered)
+        left = max(budget - resident, least_wave)
+        waves = make_waves(ordered, min(wave_tokens or left, left))
+        passes.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
+    plan = Plan((*passes, *nested), idle_groups=tuple(group for group in groups if not group.num_suffix_tokens))
+    return replace(plan, recomputed_tokens=plan.num_physical_tokens - sum(group.num_physical_tokens for group in live))
+
+
+def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
+    """Whether waves of `wave_tokens` leave some of the budget to prefixes; with `offload`, whether a wave fits it.
+    `make_plan` ignores a `wave_tokens` that does not, and readers of users' options refuse it."""
+    return wave_tokens <= budget if offload else wave_tokens < budget
+
+
+def prefix_room(budget: int, wave_tokens: int | None, offload: bool) -> int:
+    """Tokens of the budget that the strands of a phased pass may have, beside its waves."""
+    if offload:
+        return budget
+    return budget - wave_tokens if wave_tokens and leaves_room(wave_tokens, budget, offload) else budget // 2
+
+
+class _Best(NamedTuple):
+    """The best way to cut a group's units from one of them on into pieces.
+
+    Attributes:
+        tokens: physical tokens of all pieces.
+        pieces: number of pieces.
+        largest: physical tokens of the largest piece.
+        next_unit: the unit after the first piece.
+    """
+
+    tokens: int
+    pieces: int
+    largest: int
+    next_unit: int
+
+
+def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
+    """Cuts the group between rows into pieces that fit the budget; with `suffixes=False` only their strands have to.
+
+    A piece has at least one suffix, however long that suffix and its path are. Of all ways to cut the group it takes
+    the way with the fewest tokens to compute; of several such ways that with the fewest pieces; then, in trees, that
+    whose largest piece is smallest; then that whose first pieces are longest.
+    """
+    if (group.num_physical_tokens if suffixes else group.num_strand_tokens) <= budget:
+        return [group]
+    is_tree = len(group.strands) > 1
+    if not suffixes and not is_tree:  # every piece would have the same strand
+        return [group]
+    units, outputs = list(group.units()), group.output_lens
+    # Of each unit: tokens of its suffix, and what its rows read of strands.
+    suffix = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
+    paths = [
+        [x for row in range(*unit) if outputs[row] for x in group.strands_before(group.forks[row])] for unit in units
+    ]
+    best = [_Best(0, 0, 0, len(units))] * (len(units) + 1)  # from each unit on
+    for first in reversed(range(len(units))):
+        used, have, ways = 0, dict[int, int](), list[_Best]()
+        for unit in range(first, len(units)):
+            added = suffix[unit]
+            for strand, start, end in paths[unit]:
+                added += max(end - have.get(strand, start), 0)
+                have[strand] = max(end, have.get(strand, start))
+            if used and added and used + added > budget:
+                break
+            used += added
+            after = best[unit + 1]
+            ways.append(_Best(used + after.tokens, after.pieces + 1, max(used, after.largest), unit + 1))
+        best[first] = min(ways, key=lambda way: (way.tokens, way.pieces, way.largest * is_tree, -way.next_unit))
+    cuts = [0]
+    while cuts[-1] < len(units):
+        cuts.append(best[cuts[-1]].next_unit)
+    if len(cuts) == 2:
+        return [group]
+    return [group.with_rows(range(units[i][0], units[j - 1][1])).pruned() for i, j in pairwise(cuts)]
+
+
+def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
+    """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens, or of one suffix."""
+    waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # number of a group -> start and end of its rows
+    used = 0
+    for number, group in enumerate(groups):
+        for start, end in group.units():
+            num_tokens = sum(group.suffix_lens[start:end])
+            if used and used + num_tokens > wave_tokens:
+                waves.append({})
+                used = 0
+            used += num_tokens
+            waves[-1][number] = waves[-1].get(number, (start, end))[0], end
+    return tuple(tuple(groups[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
+
+
+def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
+    """Yields sets of groups, each for one phased pass. A set's strands fit `room`, and with the longest suffix the
+    budget, unless one group alone exceeds it."""
+    for members in first_fit(groups, lambda group: group.num_strand_tokens, room):
+        longest = max(sum(group.suffix_lens[start:end]) for group in members for start, end in group.units())
+        yield from first_fit(members, lambda group: group.num_strand_tokens, min(room, budget - longest))
+
+
+def _one_level(pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool) -> tuple[int, int]:
+    """Tokens and number of forwards of a group whose pieces are each a phased pass."""
+    tokens, forwards = 0, 0
+    for piece in pieces:
+        left = max(budget - (0 if offload else piece.num_strand_tokens), 1)
+        tokens += piece.num_physical_tokens
+        forwards += 1 + len(make_waves([piece], min(wave_tokens or left, left)))
+    return tokens, forwards
+
+
+def limit_waves(plan: Plan, tokens: int) -> Plan:
+    """The plan with waves of at most `tokens` suffix tokens, or of one row; the same plan where no wave is larger.
+
+    Args:
+        plan: as of `make_plan`, before `pad_to_same_passes`.
+    """
+    if largest_wave(plan) <= tokens:
+        return plan
+
+    def limited(planned: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
+        if isinstance(planned, PackedPass):
+            return planned
+        waves = make_waves(planned.groups, tokens) if planned.waves else ()
+        return replace(planned, waves=waves, nested=tuple(map(limited, planned.nested)))
+
+    return replace(plan, passes=tuple(map(limited, plan.passes)))
+
+
+def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Sequence[float]]) -> Plan:
+    """Adds dummies to the plan, so that every rank runs the same passes and waves in the same order.
+
+    Args:
+        plan: this rank's plan.
+        reduce_max: element-wise maximum over ranks of a list, equally long on every rank.
+    """
+    packed, phased = plan.packed, _largest_first(plan.phased)
+    # `at_once` is negated, so that the maximum is the smallest limit.
+    most = reduce_max([len(packed), len(phased), -(plan.at_once or math.inf)])
+    phased = _same_shapes(_padded(phased, int(most[1]), PhasedPass()), reduce_max)
+    passes: list[PackedPass | PhasedPass] = [*_padded(packed, int(most[0]), PackedPass()), *phased]
+    at_once = int(-most[2]) if math.isfinite(most[2]) else None
+    return replace(plan, passes=tuple(passes) or (PackedPass(),), at_once=at_once)
+
+
+def _same_shapes(
+    phased: Sequence[PhasedPass], reduce_max: Callable[[Sequence[float]], Sequence[float]]
+) -> list[PhasedPass]:
+    """Pads phased passes of one depth, of which every rank has as many, to equally many waves and nested passes."""
+    if not phased:
+        return []
+    split = [(packed, _largest_first(inner)) for packed, inner in (packed_and_phased(each.nested) for each in phased)]
+    counts = [
+        (len(each.waves), each.reads_strands, len(packed), len(inner))
+        for each, (packed, inner) in zip(phased, split, strict=True)
+    ]
+    most = iter(reduce_max([count for counts_of_pass in counts for count in counts_of_pass]))
+    same, nested = [], []
+    for each, (packed, inner) in zip(phased, split, strict=True):
+        waves, reads, num_packed, num_inner = (int(next(most)) for _ in range(4))
+        padded_waves = each.waves + ((),) * (waves - len(each.waves))
+        same.append(replace(each, waves=padded_waves, reads_strands=bool(reads)))
+        nested.append((_padded(packed, num_packed, PackedPass()), _padded(inner, num_inner, PhasedPass())))
+    following = iter(_same_shapes([each for _, inner in nested for each in inner], reduce_max))
+    return [
+        replace(each, nested=(*packed, *(next(following) for _ in inner)))
+        for each, (packed, inner) in zip(same, nested, strict=True)
+    ]
+
+
+def _largest_first(phased: Sequence[PhasedPass]) -> list[PhasedPass]:
+    """Sorts phased passes, so that ranks run their deepest ones beside each other."""
+    return sorted(phased, key=lambda planned: (-planned.depth, -len(planned.nested), -len(planned.waves)))
+
+
+def _padded(passes: Sequence[Pass], length: int, dummy: Pass) -> list[Pass]:
+    return [*passes, *[dummy] * (length - len(passes))]

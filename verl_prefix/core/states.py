@@ -1,0 +1,112 @@
+"""States of recurrent layers: after which paths of a packed row a layer leaves a state, and where segments start."""
+
+import functools
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal
+
+import torch
+
+from verl_prefix.core.calls import Path, Segment, Spans, end_of, last_of, on_device, ranges
+
+Segments = Literal["strands", "suffixes"]
+
+
+class StateIndex:
+    """Numbers of the states that a recurrent layer leaves in a packed row, one after each of `paths`.
+
+    Args:
+        strands, suffixes: segments of the packed row.
+        own_start: where the packed row's own strands begin in the prefix source.
+        paths: `Layout.state_paths`.
+        around: the states of the packed rows around, the outermost first.
+
+    Attributes:
+        suffixes: the suffixes, which read themselves, as spans of their tokens alone.
+        numbers: number of the state after each path, by the path's `end_of`.
+    """
+
+    def __init__(
+        self, strands: Sequence[Segment], suffixes: Sequence[Segment], own_start: int, paths: Sequence[Path],
+        around: Sequence["StateIndex"],
+    ) -> None:  # fmt: skip
+        self._segments: dict[Segments, Sequence[Segment]] = {"strands": strands, "suffixes": suffixes}
+        self._own_start, self._paths, self._around = own_start, paths, around
+        bounds = (0, *accumulate(segment.length for segment in suffixes))
+        self.suffixes = Spans(bounds, bounds)
+        self.numbers = {end_of(path): number for number, path in enumerate(paths)}
+        self._initial: dict[tuple[Segments, torch.device], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+        self._last_tokens: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    @functools.cached_property
+    def rounds(self) -> list[tuple[list[tuple[int, int, int]], Spans]]:
+        """The strands, cut where a path with a state ends, in rounds: a round starts from states of earlier rounds.
+
+        Returns:
+            of each round, (start, end, end of the path that it continues; 0: none) of each of its runs of tokens of the
+            prefix source, and these runs as spans. All layers get the same objects, so that kernels can store what they
+            derive from them.
+        """
+        rounds: list[list[tuple[int, int, int]]] = []
+        round_of: dict[int, int] = {}
+        ends, end = list(self.numbers), self._own_start
+        for segment in self._segments["strands"]:
+            start, path_end, end = end, end_of(segment.path), end + segment.length
+            for cut in ends[bisect_right(ends, start) : bisect_right(ends, end)]:
+                round_of[cut] = round_of.get(path_end, -1) + 1  # paths around this packed row are all known
+                if round_of[cut] == len(rounds):
+                    rounds.append([])
+                rounds[round_of[cut]].append((start, cut, path_end))
+                start = path_end = cut
+            assert start == end, "no segment continues the end of this strand"
+        bounds = [(0, *accumulate(end - start for start, end, _ in runs)) for runs in rounds]
+        return [(runs, Spans(lens, lens)) for runs, lens in zip(rounds, bounds, strict=True)]
+
+    def initial(self, of: Segments, device: torch.device) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Where the initial states of strands or suffixes come from, built once.
+
+        Returns:
+            (level, segments, states) for levels of the prefix source: segment `segments[i]` starts from state
+            `states[i]` of that level; both [n] int64. Segments that start from zeros are in no entry. Nor are strands
+            that continue a strand of this packed row, which `rounds` handles.
+        """
+        if (of, device) not in self._initial:
+            ends = [(i, end_of(segment.path)) for i, segment in enumerate(self._segments[of])]
+            levels = [*self._around, *((self,) if of == "suffixes" else ())]
+            initial = []
+            for level, index in enumerate(levels):
+                pairs = [(i, index.numbers[end]) for i, end in ends if end in index.numbers]
+                if pairs:
+                    segments, states = on_device(torch.tensor(pairs, dtype=torch.int64).T, device)
+                    initial.append((level, segments, states))
+            assert of == "strands" or sum(len(states) for *_, states in initial) == sum(end > 0 for _, end in ends)
+            self._initial[of, device] = initial
+        return self._initial[of, device]
+
+    def last_tokens(self, length: int, device: torch.device) -> torch.Tensor:
+        """[states, length] int64: the last `length` inputs on each path with a state, as codes; built once.
+
+        x > 0: token x - 1 of this packed row. 0: none, the path is shorter. x < 0: input -1 - x of the flattened
+        inherited inputs [strands, length]: an input before the strand with which the path enters this packed row.
+        """
+        if (length, device) not in self._last_tokens:
+            own_start, strands = self._own_start, self._segments["strands"]
+            firsts = accumulate((strand.length for strand in strands), initial=own_start)
+            strand_of = {first: i for i, first in enumerate(firsts)}
+            tails = []
+            for path in self._paths:
+                entry, num_own = _own_part(path, own_start)
+                own = ranges(last_of(path, min(length, num_own))) - own_start + 1
+                before = -1 - strand_of[entry] * length - torch.arange(length)
+                before = before if strands[strand_of[entry]].path else torch.zeros_like(before)
+                tails.append(torch.cat([before[len(own) :], own]))
+            self._last_tokens[length, device] = on_device(torch.stack(tails), device)
+        return self._last_tokens[length, device]
+
+
+def _own_part(path: Path, own_start: int) -> tuple[int, int]:
+    """The first token of a path that is token `own_start` of the prefix source or comes after it, and the number of
+    such tokens, which are the path's last ones."""
+    runs = [(max(start, own_start), start + n) for start, n in path if start + n > own_start]
+    return runs[0][0], sum(end - start for start, end in runs)
