@@ -127,7 +127,7 @@ NO_VERL = "verl is not installed here: run pip install . in a clone of this pack
     ],
 )
 def test_where_verl_is_not_installed_one_line_says_what_installs_it(files, tmp_path, words, code, out, err) -> None:
-    """Python without its packages (-S) has none but its own. A clone in which a wheel was built has metadata of ours."""
+    """Python without its packages (-S) has none but its own. A clone where a wheel was built has its metadata."""
     command = [sys.executable, "-S", "-m", "verl_prefix.cli", *words.split()]
     (tmp_path / "verl_prefix").symlink_to(ROOT / "verl_prefix")
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
