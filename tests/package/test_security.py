@@ -36,9 +36,9 @@ STARTS = {"subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.c
 INVARIANTS = {
     "backends/pipeline.py": ["plan.depth < 2"],
     "core/calls.py": ["len(self.q) == len(self.k)", "all((b > a for a, b in pairwise(bounds)))"],
-    "core/layout.py": [
+    "core/states.py": [
         "start == end",
-        "not suffixes or sum((len(one[1]) for one in found)) == sum((end > 0 for _, end in ends))",
+        "of == 'strands' or sum((len(states) for *_, states in initial)) == sum((end > 0 for _, end in ends))",
     ],
     "trainer/mini_batches.py": ["len(keys) % num_mini_batches == 0"],
 }
