@@ -287,3 +287,19 @@ def _saved(models: dict, schedule: str) -> list[float]:
 def test_tokens_saved_are_those_of_prefixes_where_routers_count_last_tokens_too(models, ranks, schedule):
     saved = sum((prompt - 1) * (len(responses) - 1) for _, prompt, responses, _ in EVEN["groups"])
     assert ranks(1, models)(_saved, schedule) == [[saved]]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_stock_path_runs_with_fused_kernels_where_its_engine_was_built_with_them(fused):
+    """verl's engine, which refuses another flag than it was built with, is a mock: fused kernels need a GPU."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    from verl_prefix.backends.megatron import MegatronBackend
+
+    backend = object.__new__(MegatronBackend)
+    backend._engine = mock.Mock()
+    backend._engine.engine_config.use_fused_kernels = fused
+    backend.stock_batch(TensorDict({"input_ids": torch.zeros(1)}, 1), None, forward_only=True)
+    (data, *_), _ = backend._engine.run_verls_own.call_args
+    assert tu.get_non_tensor_data(data, "use_fused_kernels", None) is fused

@@ -608,3 +608,13 @@ def test_rows_of_any_length_leave_no_type_behind():
     found = batch.unpack(batch.pack([batch.row(i, i) for i in range(len(rows))]))
     assert len(ctypes.Array.__subclasses__()) == before
     assert all(torch.equal(row.tensors["half"], x.to(torch.bfloat16)) for row, x in zip(found, rows, strict=True))
+
+
+def test_rows_have_the_pixels_of_their_own_carrier_in_whatever_order_these_are_fetched(monkeypatch):
+    from verl_prefix.engine.carried_pixels import received
+    from verl_prefix.models.vision import CARRIED_BY, CARRIES
+
+    fetched = [{CARRIES: key, "pixel_values": torch.tensor([float(i)])} for i, key in enumerate("ab")]
+    monkeypatch.setattr("verl_prefix.engine.carried_pixels._fetch", lambda keys: fetched[::-1])
+    rows = received([{CARRIED_BY: "b"}, {CARRIED_BY: "a"}, {CARRIED_BY: "b"}])
+    assert [row["pixel_values"].item() for row in rows] == [1.0, 0.0, 1.0]

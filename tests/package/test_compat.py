@@ -2,6 +2,7 @@
 those of a plugin)."""
 
 import importlib.metadata
+import os
 import re
 
 import pytest
@@ -103,3 +104,16 @@ def test_the_driver_and_the_doctor_say_it(monkeypatch):
     with pytest.raises(InstantiationException, match="verl 0.99.0 is not one of those"):
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert any("verl 0.99.0 is not one of those" in (found.advice or "") for found in doctor._check_versions())
+
+
+def test_fsdp2s_engine_runs_beside_a_megatron_core_that_ours_does_not_know(fresh, tmp_path):
+    code = """
+import sys
+sys.modules["verl_prefix.backends.megatron"] = None  # its import fails
+import verl.workers.engine as engines
+engines.MegatronEngineWithLMHead = type("MegatronEngineWithLMHead", (), {})
+from verl_prefix.backends.fsdp import PrefixFSDPEngine
+"""
+    done = fresh(code, tmp_path, dict(os.environ, VERL_PLATFORM="cpu"))
+    assert done.returncode == 0, done.stderr
+    assert "prefix: model_engine=prefix_megatron is not there: " in done.stderr

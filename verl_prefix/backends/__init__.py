@@ -5,8 +5,8 @@ Reading order:
     hugging_face        what the backends of FSDP2 and VeOmni have in common
     fsdp                verl's FSDP2 engine, `model_engine=prefix`
     stock_path          what the stock path of a Hugging Face model needs to be right
-    veomni              verl's VeOmni engine, `model_engine=prefix_veomni`, where VeOmni is installed
-    megatron            verl's Megatron engine, `model_engine=prefix_megatron`, where megatron-core is installed
+    veomni              verl's VeOmni engine, `model_engine=prefix_veomni`, where verl has its own
+    megatron            verl's Megatron engine, `model_engine=prefix_megatron`, likewise
     megatron_schedule   how Megatron runs a plan's passes
     pipeline            the same on the stages of a pipeline
 
@@ -15,6 +15,9 @@ imports this package, which registers their engines. The YAML of FSDP2 names `ve
 registers its own.
 """
 
+import importlib
+import logging
+
 from verl.workers.engine import MegatronEngineWithLMHead, VeOmniEngineWithLMHead
 
 from verl_prefix.config.megatron import PrefixMegatronEngineConfig
@@ -22,7 +25,9 @@ from verl_prefix.config.veomni import PrefixVeOmniEngineConfig
 
 __all__ = ["PrefixMegatronEngineConfig", "PrefixVeOmniEngineConfig"]
 
-if VeOmniEngineWithLMHead is not None:
-    import verl_prefix.backends.veomni  # noqa: F401  which registers the engine
-if MegatronEngineWithLMHead is not None:
-    import verl_prefix.backends.megatron  # noqa: F401  likewise
+for _name, _engine in {"veomni": VeOmniEngineWithLMHead, "megatron": MegatronEngineWithLMHead}.items():
+    if _engine is not None:
+        try:
+            importlib.import_module(f"verl_prefix.backends.{_name}")  # which registers the engine
+        except ImportError as _reason:  # as of another version, beside which FSDP2's engine runs
+            logging.getLogger(__name__).warning("prefix: model_engine=prefix_%s is not there: %r", _name, _reason)

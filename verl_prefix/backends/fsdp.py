@@ -87,7 +87,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
         ValueError: at construction, a model or option that the shared-prefix path does not support.
     """
 
-    _backend: type[FSDPBackend] = FSDPBackend
+    _backend_class: type[FSDPBackend] = FSDPBackend
 
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config, unfused = engine_config.prefix, False
@@ -105,7 +105,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
         of_verl = copy.copy(engine_config)
         of_verl.strategy = "fsdp2"
         super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
-        self.set_backend(self._backend(self, unfused), engine_config)
+        self.set_backend(self._backend_class(self, unfused), engine_config)
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -131,7 +131,7 @@ class PrefixFSDPValueEngine(PrefixFSDPEngine, FSDPEngineWithValueHead):
         ValueError: as `PrefixFSDPEngine`, and once the model is built, one with trl's value head.
     """
 
-    _backend, _routers_choose = ValueBackend, True
+    _backend_class, _routers_choose = ValueBackend, True
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

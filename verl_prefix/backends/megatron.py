@@ -184,7 +184,8 @@ class MegatronBackend:
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         data, replays = data.copy(), ROUTES in data.keys() or tu.get_non_tensor_data(data, RECORDS, False)
-        tu.assign_non_tensor(data, use_fused_kernels=False, enable_routing_replay=replays)  # as the engine was built
+        fused = self._engine.engine_config.use_fused_kernels  # as verl's engine was built
+        tu.assign_non_tensor(data, use_fused_kernels=fused, enable_routing_replay=replays)
         output: dict[str, Any] = self._engine.run_verls_own(data, loss_function, forward_only)
         return output
 

@@ -171,8 +171,8 @@ class HFStockPath:
         Rows are padded instead where a loss needs its rows together, and where ranks have different numbers of rows:
         only verl can then even out their micro-batches. No token of a row sees padding.
         """
-        most, fewest = self._ranks.max_over_ranks([len(data), -len(data)])
-        if most + fewest or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
+        most, minus_fewest = self._ranks.max_over_ranks([len(data), -len(data)])
+        if most + minus_fewest or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
             tu.assign_non_tensor(data, use_remove_padding=False)
         else:
             tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)

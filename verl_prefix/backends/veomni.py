@@ -52,7 +52,7 @@ class VeOmniBackend(HFBackend):
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         data = data.copy()
-        # verl's worker sets it, and not where the actor computes ref or the self-check asks.
+        # verl's worker sets the flag for its own batches. Those of ref by the actor and of the self-check need it off.
         replays = self.replay is not None and (ROUTES in data.keys() or tu.get_non_tensor_data(data, RECORDS, False))
         tu.assign_non_tensor(data, enable_routing_replay=replays)
         output: dict[str, Any] = self._engine.run_verls_own(data, loss_function, forward_only)

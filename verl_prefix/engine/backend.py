@@ -2,8 +2,9 @@
 
 An engine is a class with `PrefixEngine` left of verl's own; its constructor sets `prefix_config`, lets verl's engine
 build, and ends with `set_backend`. Of verl's engine `PrefixEngine` uses `train_batch`, `forward_backward_batch` (by
-`run_verls_own`, which `stock_batch` calls), `initialize`, `load_checkpoint` and `model_config`; of its config
-`ppo_epochs`. A schedule has what `core.schedule.Schedule` has: `run`, a `meter`, and `forward.keep_attention`.
+`run_verls_own`, which `stock_batch` calls), `initialize`, `load_checkpoint`, `disable_adapter` and `model_config`; of
+its config `ppo_epochs`, and what `config.actor.role_of` reads. A schedule has what `core.schedule.Schedule` has: `run`,
+a `meter`, and `forward.keep_attention`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

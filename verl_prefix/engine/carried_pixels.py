@@ -40,7 +40,7 @@ def received(rows: Sequence[Row]) -> list[Row]:
     carried = {row[CARRIES]: row for row in rows if row and CARRIES in row}
     wanted = {row[CARRIED_BY] for row in rows if row and CARRIED_BY in row}
     if missing := sorted(wanted - set(carried)):
-        carried |= zip(missing, _fetch(missing), strict=True)
+        carried |= {row[CARRIES]: row for row in _fetch(missing)}
     with_pixels: list[Row] = []
     for row in rows:
         if row:
@@ -54,15 +54,16 @@ def received(rows: Sequence[Row]) -> list[Row]:
 def _fetch(keys: list[str]) -> list[dict[str, Any]]:
     import transfer_queue as tq  # here: text does without
 
+    rows, reason = [], None
     try:
         answer = tq.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=["multi_modal_inputs"])
         rows = list(answer["multi_modal_inputs"])
-    except ValueError:  # none of the keys is there; where only some are missing, the others come back
-        rows = []
+    except ValueError as error:  # as where none of the keys is there; where only some are missing, the others come back
+        reason = error
     if len(rows) != len(keys):
         raise RuntimeError(
             f"of the rows {', '.join(keys)}, which carry the pixels of others, TransferQueue has {len(rows)}; set "
             "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl.trainer.ppo.v1.AgentLoopManagerTQ, with "
             "which every row carries its own"
-        )
+        ) from reason
     return rows

@@ -37,7 +37,8 @@ class Exchange:
     Attributes:
         computed: the rows. groups: theirs.
         trees: what they share, for this batch and those that follow.
-        uids: of all ranks' rows but padding, as 64-bit hashes; of this rank's alone where ranks exchange nothing.
+        uids: of all ranks' rows but padding, as 64-bit hashes; where ranks exchange nothing this rank's own, as they
+            are.
         metrics: prefix/* and timing_s/* of this rank; `give_back` adds what it took.
     """
 
@@ -81,7 +82,7 @@ def open_exchange(backend: Backend, option: str, batch: BatchRows, trees: TreeRu
     trees = trees._replace(cut_before=are_cut)
     if travel is None:
         uids = {uid for row, uid in enumerate(computed.uids) if row not in computed.padding}
-        return Exchange(computed, groups, trees, set(uids), {})
+        return Exchange(computed, groups, trees, uids, {})
     hashes = {uid for uid in travel.table.uids if uid != PADDING}
     return Exchange(computed, groups, trees, hashes, travel.metrics, travel if travel.moves.any_travels else None)
 

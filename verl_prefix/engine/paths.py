@@ -89,7 +89,8 @@ class Paths:
     def why_stock(self, batch: BatchRows, loss: Loss) -> WhyStock | None:
         """Says why this batch takes the stock path whatever its lengths are; None: its lengths decide.
 
-        The answer is the same on every rank, since the batches of all ranks have the same fields and flags.
+        The answer is the same on every rank, since the fields and flags that it reads are. Others may differ, see
+        `travel`.
         """
         data = batch.data
         if self.always is not None:

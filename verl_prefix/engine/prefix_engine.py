@@ -77,8 +77,8 @@ class PrefixEngine:
             batch = batch.replaced(data.exclude(*TEACHER))
         self._mark_dead(batch, loss, forward_only)
         exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss)
-        computed, groups, metrics = exchange.computed, exchange.groups, exchange.metrics
-        metrics |= self._step_metrics.see(exchange, self.trees, forward_only)
+        computed, groups = exchange.computed, exchange.groups
+        metrics = exchange.metrics | self._step_metrics.see(exchange, self.trees, forward_only)
         self.trees = exchange.trees
         self._mark_dead(computed, loss, forward_only)  # again: `dead` does not travel
         plan, of_plan = self._paths.plan(batch, groups, forward_only, computed.dead)
@@ -95,7 +95,8 @@ class PrefixEngine:
             return self._run_stock(batch, loss, forward_only, why, metrics)
         output, of_passes = self._run_shared(computed, groups, plan, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        output["metrics"] |= self._step_metrics.report(metrics | of_passes, batch, forward_only)
+        metrics |= exchange.metrics | of_passes  # the exchange's again: `give_back` added to them
+        output["metrics"] |= self._step_metrics.report(metrics, batch, forward_only)
         return output
 
     def _mark_dead(self, rows: BatchRows, loss: Loss, forward_only: bool) -> None:
@@ -247,7 +248,7 @@ class PrefixEngine:
         return output
 
     def set_backend(self, backend: Backend, engine_config: Any) -> None:
-        """Ends the constructor: verl's engine is there, by `engine_config`. `trees`, `_headroom` and `_paths` follow in
+        """Ends the constructor: verl's engine is there, by `engine_config`. What needs the model follows in
         `initialize`."""
         self.backend = backend
         self._schedule = functools.partial(backend.schedule, kernel=self.prefix_config.attention)

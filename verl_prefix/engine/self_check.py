@@ -299,7 +299,8 @@ def compare(
     ratios = [_ratio(*pair) for pair in zip(errors, noises, strict=True)]
     part, worst = "", 0.0
     for name, ratio, norm in zip(gradients.parts, ratios[1:], norms, strict=True):
-        # A norm is not finite because of the loss scale of fp16, which falls after such a step.
+        # Nothing compares with a gradient that is not finite on the stock path either, as under a loss scale of fp16,
+        # which falls after such a step.
         if math.isfinite(norm) and ratio > worst:
             part, worst = name, ratio
     return Verdict(ratios[0], *probe.worst_attention, *probe.worst_recurrence, worst, part)

@@ -137,7 +137,7 @@ class StepMetrics:
         total = {name: value / self._ranks.copies for name, value in zip(_SUMS, sums, strict=True)}
         *most, torn_anywhere = self._ranks.max_over_ranks([*(step.get(name, 0.0) for name in MOST), num_torn])
         self._warn_of_torn_groups(total, int(torn_anywhere), forward_only)
-        self._warn_of_trees(*(total[name] for name in TREE_TOKENS.values()))
+        self._warn_of_trees(**{name: total[metric] for name, metric in TREE_TOKENS.items()})
         total |= zip(MOST, most, strict=True)
         of_step = {name: total[name] for name in (*COUNTS, *MOST) if name in step}
         return of_step | {"prefix/reuse_fraction": total["prefix/tokens_saved"] / max(total[_TOKENS], 1)}
@@ -172,7 +172,7 @@ class StepMetrics:
     def _warn_of_trees(self, stock: float, off: float, uid: float, batch: float) -> None:
         """Says of the first batch what each value of prefix.trees computes, where rows are turns or prompts begin
         alike. Under `off` a session's rows lie on several ranks. Under the others they would lie on one, and might
-        share more: then the numbers are upper bounds."""
+        share more: then the numbers are upper bounds. Later batches are not counted: all numbers are 0."""
         if torch.distributed.get_rank():
             return
         scattered = self._options.trees == "off" and torch.distributed.get_world_size() > self._ranks.copies

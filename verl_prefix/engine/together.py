@@ -39,7 +39,7 @@ class Agreement:
         self._digests[name] = digest, -digest
 
     def __getitem__(self, name: str) -> int:
-        """The maximum over ranks."""
+        """The maximum over ranks, once the `together` is left; inside it this rank's own integer."""
         return self._maxima[name]
 
     def is_same(self, name: str) -> bool:

@@ -152,7 +152,8 @@ class Verification:
     def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:
         """Compares both paths of a group, on all ranks; of top-k distillation also what that makes of logits."""
         backend = self._backend
-        # Every rank runs equally many stock passes, of one row each: the budget may have no room for logits of more.
+        # The stock path takes one row at a time, since the budget may have no room for logits of more. Its passes hold
+        # collectives: a rank with fewer rows repeats its last one, with weight 0.
         most, minus_fewest = backend.ranks.max_over_ranks(
             [len(group.rows), -_num_perturbed(len(rows), len(group.rows))]
         )
@@ -175,7 +176,7 @@ class Verification:
             if not backend.ranks.has_outputs:
                 return torch.zeros(0)
             values = _compared_outputs(output["model_output"])[: len(lens)]
-            return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(values, lens, strict=True)])
+            return torch.cat([_of_response(*of_row) for of_row in zip(values, lens, strict=True)])
 
         forward_only = backend.has_no_updates  # then no gradient differs from zero
 
@@ -219,6 +220,11 @@ def _compared_outputs(model_output: Mapping[str, torch.Tensor]) -> list[torch.Te
     return [torch.stack(of_row).sum(0) for of_row in zip(*rows, strict=True)]
 
 
+def _of_response(row: torch.Tensor, length: int) -> torch.Tensor:
+    """A row's outputs of its response: each stands at the token before its own."""
+    return row[len(row) - length - 1 : len(row) - 1]
+
+
 def _falling_loss(
     data: TensorDict, model_output: Mapping[str, torch.Tensor] | None = None,
     processor: Callable[..., Any] | None = None, **others: Any,
@@ -231,7 +237,7 @@ def _falling_loss(
     lens, loss = BatchRows(data).response_lens, 0.0 * next(iter(model_output.values())).values().sum()
     for row, length, weight in zip(_compared_outputs(model_output), lens, data["verify_weight"], strict=True):
         falling = 1 / torch.arange(1, length + 1, device=row.device)
-        loss = loss - weight * (row[len(row) - length - 1 : len(row) - 1] * falling).sum()
+        loss = loss - weight * (_of_response(row, length) * falling).sum()
     return loss, {}
 
 
