@@ -13,7 +13,7 @@ from verl_prefix.core.calls import AttentionParams, Segment, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, first_fit, most_outputs
-from verl_prefix.core.planning import leaves_room, make_plan, make_waves, pad_to_same_passes
+from verl_prefix.core.planning import leaves_room, limit_waves, make_plan, make_waves, pad_to_same_passes
 from verl_prefix.core.prefix_cache import add_at
 from verl_prefix.core.trees import group_trees
 
@@ -336,3 +336,12 @@ def test_every_rank_runs_the_same_passes_and_waves(shapes, budget, schedule):
         agreed.append(pad_to_same_passes(plan, lambda values, answers=answers: next(answers)))
     forms = {(len(plan.packed), *(len(one.waves) for one in plan.phased)) for plan in agreed}
     assert len(forms) == 1 and forms != {(0,)}
+
+
+def test_limited_waves_are_no_longer_than_they_were():
+    """The first prompt leaves 100 tokens of the budget to its waves, the second one 900."""
+    groups = [Group.of_prompt((0, 1, 2), 900, (50, 50, 50)), Group.of_prompt((3, 4, 5), 100, (400, 400, 400))]
+    plan = make_plan(groups, 1000, "phased")
+    assert [sum(piece.num_suffix_tokens for piece in wave) for wave in plan.waves] == [100, 50, 800, 400]
+    limited = limit_waves(plan, 500)
+    assert [sum(piece.num_suffix_tokens for piece in wave) for wave in limited.waves] == [100, 50, 400, 400, 400]

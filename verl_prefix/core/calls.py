@@ -162,7 +162,8 @@ class Call(NamedTuple):
         scale, softcap: as in `AttentionParams`.
         window: each query reads only the last `window` keys that `causal` lets it read; None: all of them.
         queries: the packed row's tokens that are the call's queries.
-        own: where the packed row's keys stand among the call's keys, in their order; None: the call reads none of them.
+        own: where all keys of the packed row stand among the call's keys, in their order; None: the call reads only
+            prefixes, which may be this packed row's own strands (the last level).
         prefixes: what the call reads of each level of the prefix source.
     """
 
@@ -190,7 +191,7 @@ class Call(NamedTuple):
         return keys
 
 
-Block = list[tuple[int, Segment]]  # neighbouring segments with the same path, each after its first token's number
+Block = list[tuple[int, Segment]]  # (first token in the packed row, segment) of neighbours with the same path
 # The most keys that a call of several blocks may copy: 16 MiB of keys and values at 8 heads of 128 in bf16, and in
 # backward four times as much, where flash-attn repeats them per query head. The keys of one block may need no copy.
 _MAX_COPIED = 2**12

@@ -1,7 +1,7 @@
 """Rows -> groups: rollouts whose prompts are the same, token for token, position for position and pixel for pixel.
 
-A row alone in its group is cut into prefix and suffix as well: what a row of one prompt computes does not depend on how
-many rows share its prefix. `planning` decides which groups run together.
+A row alone in its group is cut into prefix and suffix as well, so that what a row of one prompt computes does not
+depend on how many rows share its prefix (README.md says how far). `planning` decides which groups run together.
 """
 
 import functools
@@ -53,7 +53,8 @@ class Group:
         strands: every strand after its parent; none where the rows share nothing.
         forks: of each row.
         first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.
-        outer: how many of the first strands passes around compute, where passes nest.
+        outer: number of the strands, the first ones, that the phases A around this pass compute; 0 where no passes
+            nest.
     """
 
     rows: tuple[int, ...]
@@ -256,8 +257,8 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
 
 
 def leave_out(groups: Sequence[Group], rows: Set[int]) -> tuple[list[Group], list[Group]]:
-    """Splits groups where `rows` need not be computed: into what is computed all the same, and the `units` that have
-    only such rows."""
+    """Splits groups into (kept, left): left has the units all of whose rows are in `rows`, which need not be computed;
+    kept has all other units."""
     kept: list[Group] = []
     left: list[Group] = []
     for group in groups:

@@ -5,8 +5,8 @@
     cross calls   every segment reads the tokens before it: its path
 
 A packed row knows the place of each of its tokens in the batch. So tokens keep their positions, and outputs go back to
-where they belong. In groups of one prompt, cross calls read slices of the prefixes, and only token ids are
-copied. In deeper trees, and where a window cuts a path, keys are copied.
+where they belong. In groups of one prompt, cross calls read slices of the prefixes, and no key or value is copied.
+In deeper trees, and where a window cuts a path, keys are copied.
 
 Where passes nest, segments read strands of the packed rows around theirs as well. The prefix source is then all these
 strands, level by level: those of the outermost packed row first, the packed row's own strands last.
@@ -54,12 +54,12 @@ class Layout:
         segments: the strands, then the suffixes.
         groups: the groups whose rows it computes; none in a dummy.
         strand_starts: where each strand of the prefix source begins in it, by the place of the strand's first token.
-        reads: outputs that rows read; None: the outputs of all suffix tokens.
+        reads: outputs that rows read; None: those of all suffix tokens, and in a phase A, which has no suffixes, none.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
             segments continue them, in the order of their ends.
         around: of a wave or a nested pass, the packed row of the phase A around it; else None.
         num_strands: the first segments, which are strands.
-        kind: what it has, as the packed rows beside it on other ranks; also of a dummy.
+        kind: which forward it is for; the same on every rank, also where this rank has a dummy.
     """
 
     places: torch.Tensor

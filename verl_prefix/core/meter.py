@@ -20,7 +20,7 @@ class Meter:
             may read.
 
     Attributes:
-        phase_b_peak: the most bytes allocated during phase B; None: not measured.
+        phase_b_peak: the most bytes allocated between phase A and its phase C; None: not measured.
         transfers: bytes and counts of `core.offload`.
     """
 

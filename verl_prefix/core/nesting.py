@@ -93,8 +93,8 @@ class Nesting:
         self._budget = budget if offload else max(budget, longest)
         self._pass_tokens = pass_tokens or sys.maxsize
         self._stretches: list[_Stretch] = []
-        self._is_tree = self._read_stretches()
-        if self._is_tree:
+        self._can_nest = self._read_stretches()
+        if self._can_nest:
             # Of each stretch: tokens of it and of all after it, and the rows that leave any of these stretches.
             self._sizes = [stretch.length + sum(n for n, _ in stretch.units) for stretch in self._stretches]
             self._rows = [tuple(row for _, rows in stretch.units for row in rows) for stretch in self._stretches]
@@ -105,8 +105,8 @@ class Nesting:
 
     @functools.cached_property
     def best_way(self) -> _Way | None:
-        """The way for the whole group; None where it has no strands, or rows that do not follow each other."""
-        return self._best() if self._is_tree else None
+        """The way for the whole group; None where it cannot be nested (`_read_stretches`), as a group of one prompt."""
+        return self._best() if self._can_nest else None
 
     def is_better(self, tokens: int, forwards: int) -> bool:
         """Whether the best way needs fewer than `tokens` tokens, or as many in fewer than `forwards` forwards."""
@@ -127,10 +127,11 @@ class Nesting:
             leaves = tuple((tokens, tuple(rows)) for tokens, rows in stretch.units)
             return _Way(0, 0, frozenset((number,)), tuple((i, way(i)) for i in stretch.next), leaves, 1)
 
-        return self._pass(self._group, way(0)) if self._is_tree else None
+        return self._pass(self._group, way(0)) if self._can_nest else None
 
     def _read_stretches(self) -> bool:
-        """Fills `_stretches`; returns whether the group is a tree whose rows follow each other."""
+        """Fills `_stretches`; returns whether the tree can be nested: it has two stretches or more, and in every unit
+        the rows without a suffix lie on the path of the row with the longest one."""
         group = self._group
         units_of: dict[int, dict[int, list[tuple[int, range]]]] = {}  # of each strand: units, by where they leave it
         for start, end in group.units():
@@ -189,14 +190,15 @@ class Nesting:
         for number, alive_counts in enumerate(alive_before):
             choices = self._choices(number) if alive_counts else []
             for alive in alive_counts:
-                fit = [*choices[:1], *(choice for choice in choices[1:] if alive + choice.tokens < self._budget)]
-                tried.append((number, alive, fit))
-                for choice in fit:
+                # The smallest phase A is always tried: there is a way where one row alone exceeds the budget, too.
+                tries = [*choices[:1], *(choice for choice in choices[1:] if alive + choice.tokens < self._budget)]
+                tried.append((number, alive, tries))
+                for choice in tries:
                     for following in self._apart(choice, alive + choice.tokens):
                         alive_before[following].add(alive + choice.tokens)
         best: dict[tuple[int, int], _Way] = {}
-        for number, alive, fit in reversed(tried):
-            ways = (self._way(choice, alive + choice.tokens, best) for choice in fit)
+        for number, alive, tries in reversed(tried):
+            ways = (self._way(choice, alive + choice.tokens, best) for choice in tries)
             best[number, alive] = min(ways, key=lambda way: (max(way.peak, self._budget), way.forwards, way.peak))
         return best[0, 0]
 

@@ -1,7 +1,7 @@
 """Makes plans: which groups share a pass, how suffixes fall into waves, and the same counts on every rank.
 
 A budget counts physical tokens: tokens that are computed. All functions here are pure functions of lengths, but for
-`pad_to_same_passes`, which is a collective.
+`pad_to_same_passes`, which has collectives.
 """
 
 import math
@@ -28,8 +28,9 @@ def make_plan(
     least_wave: int = 1,
     nests: bool = True,
 ) -> Plan:
-    """Makes one rank's plan. What is alive at once fits the budget, unless one row alone exceeds it; on a pipeline of
-    several stages that is what `at_once` is for.
+    """Makes one rank's plan. What is alive at once fits the budget, unless one row alone or `least_wave` exceeds it. On
+    a pipeline of several stages several phased passes are alive at once; `Plan.at_once`, which callers set, limits
+    these.
 
     Args:
         groups: all groups of the rank's rows.
@@ -40,8 +41,8 @@ def make_plan(
             leave less of the budget. None: what prefixes leave.
         offload: prefixes wait in host memory during the waves, and do not count.
         least_wave: tokens that a wave may always have, whatever prefixes leave.
-        nests: passes may be nested in phases A, where a tree's strands fit none or leave little to waves. False on a
-            pipeline of several stages, which runs phases A apart.
+        nests: a group may become nested passes, where these compute fewer tokens than its pieces, or as many in fewer
+            forwards. False on a pipeline of several stages, which runs phases A apart.
 
     Raises:
         ValueError: the schedule is none of these.
@@ -180,7 +181,7 @@ def _one_level(pieces: Sequence[Group], budget: int, wave_tokens: int | None, of
 
 
 def limit_waves(plan: Plan, tokens: int) -> Plan:
-    """The plan with waves of at most `tokens` suffix tokens, or of one row; the same plan where no wave is larger.
+    """The plan with waves of at most `tokens` suffix tokens, or of one row; no wave becomes larger.
 
     Args:
         plan: as of `make_plan`, before `pad_to_same_passes`.
@@ -191,7 +192,8 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
     def limited(planned: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
         if isinstance(planned, PackedPass):
             return planned
-        waves = make_waves(planned.groups, tokens) if planned.waves else ()
+        alone = replace(planned, nested=())
+        waves = make_waves(planned.groups, tokens) if largest_wave(Plan((alone,))) > tokens else planned.waves
         return replace(planned, waves=waves, nested=tuple(map(limited, planned.nested)))
 
     return replace(plan, passes=tuple(map(limited, plan.passes)))

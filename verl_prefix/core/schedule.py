@@ -75,9 +75,10 @@ class Schedule:
     def forwards(
         self, tokens: TokenBatch, planned: PackedPass | PhasedPass, last: bool = True
     ) -> Iterator[Iterator[PassOutputs]]:
-        """Context of one pass, inside `grouped_attention`: phase A runs on entering, a forward at each iteration, phase
-        C on leaving, of the forwards so far. Phases A and C of nested passes run in between, as iteration gets there;
-        the last phase C runs where the iterator is asked for a forward after the last one.
+        """Context of one pass, inside `grouped_attention`. Entering runs phase A. Each iteration yields one forward: of
+        the packed pass, of a wave, or of a nested pass, whose own phases A and C run as the iteration passes them.
+        Exhaust the iterator, since the last nested phase C runs only then. Leaving runs phase C with the gradients of
+        the forwards that ran. `last`: the run has no pass after this one, for `gradient_sync`.
 
         The caller runs a forward's backward before it asks for the next forward: contexts of this generator
         (`gradient_sync`, `meter`) stay open at the yield. After an exception, and where no prefix has a gradient, there

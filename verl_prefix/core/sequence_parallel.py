@@ -26,8 +26,8 @@ class Shards:
     elements. A recurrent layer sends (n - 1) / n of what its convolutions and its scan take and return.
 
     Args:
-        group: the ranks that share the packed row; all of them run the same passes. H is a multiple of n, and K is one
-            of n, or n of K. The same holds for heads (or channels) and groups of recurrent layers.
+        group: the ranks that share the packed row; all of them run the same passes. H is a multiple of n, and K is a
+            multiple of n or divides n. The same holds for heads (or channels) and groups of recurrent layers.
 
     Attributes:
         size, rank: n, and which of the group's ranks this one is.

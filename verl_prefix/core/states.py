@@ -54,7 +54,7 @@ class StateIndex:
         for segment in self._segments["strands"]:
             start, path_end, end = end, end_of(segment.path), end + segment.length
             for cut in ends[bisect_right(ends, start) : bisect_right(ends, end)]:
-                round_of[cut] = round_of.get(path_end, -1) + 1  # paths around this packed row are all known
+                round_of[cut] = round_of.get(path_end, -1) + 1  # the path of another packed row has its state already
                 if round_of[cut] == len(rounds):
                     rounds.append([])
                 rounds[round_of[cut]].append((start, cut, path_end))

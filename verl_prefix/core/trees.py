@@ -10,9 +10,9 @@
       strand 2 [ other call, result ]  -> row 3 [ next call ]
 
 A row's cuts follow from the row itself, as ends of messages do, never from the rows beside it. So rows that agree in
-a few tokens by chance do not share them. Between two cuts, two rows share their tokens where the tokens of a row begin
-with the tokens of the other. A strand and the only strand that follows it are joined: the growing prompts of a session
-are one strand, and each suffix reads a part of it.
+a few tokens by chance do not share them. Of two rows between the same two cuts, the shorter shares all its tokens if
+the longer begins with them; else they share none. A strand and the only strand that follows it are joined: the growing
+prompts of a session are one strand, and each suffix reads a part of it.
 """
 
 from collections.abc import Sequence
