@@ -343,8 +343,8 @@ def draw(report: dict[str, Any], path: Path) -> bool:
     tokens = report.get("tokens") or {}
     computed = Bars(
         "Trees compute " + (f"{tokens['stock'] / tokens['trees']:.1f} times fewer tokens" if tokens else ""),
-        "tokens that a step computes", "rows of turns", ["step 1"], {name: [n] for name, n in tokens.items()},
-        texts=[", ".join(map(str, tokens.values()))],
+        "tokens that a step computes", "rows of turns; one level shares whole prompts alone", ["step 1"],
+        {name: [n] for name, n in tokens.items()}, numbers="{:.0f}",
     )  # fmt: skip
     title = f"verl GRPO, stock actor and shared prefix: {config['model']}, {config['workload']}"
     panels = [seconds, equal, computed, *(curve(*item) for item in CURVES.items())]

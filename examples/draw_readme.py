@@ -17,7 +17,7 @@ from verl_prefix.tools.plots import COLORS
 RESULTS = Path(__file__).parent / "results"
 PROMPT, RESPONSE, TOOL = "#8fb0d6", "#f2b66d", "#b9d8b0"
 SIMULATED = {
-    "MuSiQue": "20 passages",
+    "MuSiQue": "20 paragraphs",
     "video": "video question",
     "tool schemas": "tool schemas",
     "long": "long document",
@@ -61,12 +61,13 @@ def draw_idea(path: Path) -> None:
     draw_panel(packed, "packed", "One graph: the prompt is computed once,\nand every response reads it.", 4.2)
     draw_rows(packed, 0, -1.5, [[prompt, *[response] * 4]])
 
-    draw_panel(
-        phased, "phased", "A group of any size: a prefix forward, waves\nof responses, one prefix backward.", 4.2
-    )
+    words = "Groups of any size: the prompt forward, then\nresponses in waves, then the prompt backward."
+    draw_panel(phased, "phased", words, 4.2)
     for y, name, row in ((0, "A", [prompt]), (-1, "B", [response] * 2), (-2, "B", [response] * 2), (-3, "C", [prompt])):
         phased.text(0, y - 0.4, name, va="center", fontweight="bold")
         draw_rows(phased, 0.8 + 6 * (name == "B"), y, [row])
+        if name != "B":
+            phased.text(3.8, y - 0.4, "forward" if name == "A" else "backward", ha="center", va="center", fontsize=8.5)
     arrow = dict(arrowstyle="->", color="0.3")
     phased.annotate("", (-0.5, -3.9), (-0.5, 0.1), arrowprops=arrow, annotation_clip=False)
     phased.text(-0.8, -1.9, "time", rotation=90, fontsize=8.5, color="0.3", ha="center", va="center")
@@ -103,8 +104,10 @@ def draw_bars(axes: Axes, title: str, gains: dict[str, float]) -> None:
     axes.barh(range(len(gains)), gains.values(), color=COLORS["packed"], height=0.72)
     for y, gain in enumerate(gains.values()):
         axes.text(gain - 0.08, y, f"{gain:.1f}x", va="center", ha="right", color="white", fontweight="bold")
+    axes.axvline(1, color="0.3", lw=1, ls=":", zorder=0)
+    axes.text(1.08, -0.48, "verl", fontsize=8.5, color="0.3", va="bottom")
     axes.set_yticks(range(len(gains)), gains)
-    axes.invert_yaxis()
+    axes.set_ylim(len(gains) - 0.5, -0.8)
     axes.set_title(title, fontsize=10.5, fontweight="bold")
     axes.set(xlabel="update: times as fast as verl's own", xlim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)

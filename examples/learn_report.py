@@ -6,7 +6,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,8 @@ def build(output: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def draw(report: dict[str, Any], path: Path) -> bool:
     """Draw reward by step and by minute, seconds of each step, and exact match at both ends of each run."""
-    named = {name.replace("_", ", seed "): run for name, run in report["runs"].items() if run["steps"]}
+    runs_of = sorted(report["runs"].items(), key=lambda item: not item[0].startswith("stock"))  # stock's first
+    named = {name.replace("_", ", seed "): run for name, run in runs_of if run["steps"]}
     if not named:
         return False
     steps = range(1, max(step["step"] for run in named.values() for step in run["steps"]) + 1)
@@ -143,22 +144,27 @@ def draw(report: dict[str, Any], path: Path) -> bool:
             smooth[i - 1] if 0 < (i := bisect.bisect_right(ends, m)) and m <= ends[-1] + 1 else None for m in minutes
         ]
 
-    def each(values: Iterable[float | None], digits: int) -> str:
-        return ", ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
+    def each(of: Callable[[dict[str, Any]], float | None], digits: int) -> str:
+        """A number of every run, with its arm: "39 (stock), 8 and 9 (prefix)"."""
+        arms: dict[str, list[str]] = {}
+        for name, run in named.items():
+            value = of(run)
+            arms.setdefault(name.partition(",")[0], []).append("-" if value is None else f"{value:.{digits}f}")
+        return ", ".join(f"{' and '.join(values)} ({arm})" for arm, values in arms.items())
 
     rewards = {name: moving(by_step(run, REWARD)) for name, run in named.items()}
     pairs = zip(rewards.get("prefix, seed 1", ()), rewards.get("stock, seed 1", ()), strict=False)
     apart = max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=math.nan)
-    minutes_of = each((run["minutes"] for run in named.values()), 0)
-    seconds_of = each((statistics.median(step[SECONDS] for step in run["steps"]) for run in named.values()), 0)
-    exact_match = each((run["exact_match"]["end"] for run in named.values()), 2)
+    minutes_of = each(lambda run: run["minutes"], 0)
+    seconds_of = each(lambda run: statistics.median(step[SECONDS] for step in run["steps"]), 0)
+    exact_match = each(lambda run: run["exact_match"]["end"], 2)
     reward = f"mean reward of {WINDOW} steps"
     by_time = [(name, by_minute(run)) for name, run in named.items()]
     seconds = [(name, by_step(run, SECONDS)) for name, run in named.items()]
     panels = [
         Curves(f"Rewards of seed 1 are within {apart:.2f} of stock's", reward, steps, [*rewards.items()]),
-        Curves(f"All steps take {minutes_of} minutes", reward, minutes, by_time, x="minutes of training"),
-        Curves(f"A step takes {seconds_of} s", "seconds", steps, seconds),
+        Curves(f"Minutes of all steps: {minutes_of}", reward, minutes, by_time, x="minutes of training"),
+        Curves(f"Seconds of a step: {seconds_of}", "seconds", steps, seconds),
         Bars(
             f"Exact match rises to {exact_match}",
             f"share of {report['config']['worlds'][report['config']['test']][0]} held-out questions",

@@ -132,6 +132,19 @@ def test_a_demo_shows_its_reward_what_is_equal_and_its_tokens(
     assert found[2] == "Trees compute 5.3 times fewer tokens"
 
 
+def test_a_picture_of_learning_names_the_arm_of_each_number(
+    drawn: list[Figure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import learn_report
+
+    report = _load("learn_cpu.json")
+    _, minutes, seconds, match = _titles(learn_report.draw, report, drawn)
+    assert minutes == "Minutes of all steps: 39 (stock), 8 and 9 (prefix)"
+    assert seconds == "Seconds of a step: 144 (stock), 29 and 30 (prefix)"
+    assert match == "Exact match rises to 0.40 (stock), 0.41 and 0.41 (prefix)"
+
+
 def test_stock_is_first_in_every_legend(drawn: list[Figure]) -> None:
     curves = plots.Curves("errors", "relative", [1, 2], [("packed", [1.0, 2.0]), ("stock, a run", [1.0, 2.0])])
     assert plots.save(Path("unused.png"), "title", [curves])
@@ -172,6 +185,25 @@ def test_panels_without_data_are_left_out(drawn: list[Figure]) -> None:
     assert not plots.save(Path("unused.png"), "title", [empty]) and len(drawn) == 1
 
 
+def test_rounding_does_not_fill_an_axis(drawn: list[Figure]) -> None:
+    """Of a loss and of one step whose difference is 0, as in a demo of turns; nor does an axis say 1e-8+1.2291e-3."""
+    loss = plots.Curves("loss", "loss", [1], [("stock", [1.2291e-3]), ("prefix", [1.2291e-3 + 3e-8])])
+    equal = plots.Curves(
+        "equal", "relative", [1], [("prefix", [0.0])], log=True, limit=("tolerance", 1e-3), zero="equal"
+    )
+    assert plots.save(Path("unused.png"), "title", [loss, equal])
+    of_loss, of_equal = drawn[0].axes
+    low, high = of_loss.get_ylim()
+    assert high - low >= 0.04 * high and low < 1.2291e-3 < high
+    assert of_loss.yaxis.get_major_formatter().get_offset() == "" and of_equal.get_yscale() == "log"
+
+
+def test_a_bar_has_its_number(drawn: list[Figure]) -> None:
+    bars = plots.Bars("tokens", "tokens", "step", ["1"], {"stock": [24257], "trees": [4744]}, numbers="{:.0f}")
+    assert plots.save(Path("unused.png"), "title", [bars])
+    assert [text.get_text() for text in drawn[0].axes[0].texts] == ["24257", "4744"]
+
+
 @pytest.mark.parametrize("log", [False, True])
 def test_curves_of_zeros_and_of_one_step_are_seen(drawn: list[Figure], log: bool) -> None:
     curves = [plots.Curves(f"{y}", "s", [3], [("stock", [y]), ("ours", [y])], log=log) for y in (0.0, 2e-8)]
@@ -182,15 +214,6 @@ def test_curves_of_zeros_and_of_one_step_are_seen(drawn: list[Figure], log: bool
         low, high = axes.get_ylim()
         assert low < axes.lines[0].get_ydata()[0] < high
     assert not log or high >= 9.99 * low, "rounding fills the axis"
-
-
-def test_losses_that_differ_by_rounding_are_read_off_the_axis(drawn: list[Figure]) -> None:
-    """Of one step: not as billionths above a number in the corner."""
-    loss = plots.Curves("Loss", "loss", [1], [("stock", [0.06710894]), ("ours", [0.06710887])])
-    assert plots.save(Path("unused.png"), "title", [loss])
-    (axes,) = drawn[0].axes
-    low, high = axes.get_ylim()
-    assert high - low > 0.01 * low and not axes.yaxis.get_major_formatter().get_useOffset()
 
 
 def test_without_matplotlib_it_says_what_to_install(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Values = Sequence[float | None]  # None and NaN: nothing is drawn there
+LEAST = 0.05  # span of a linear axis over the largest value there: rounding must not fill it
 # An arm has one colour in every plot; the engine as it comes is `auto`, also where it is called prefix or ours.
 COLORS = {
     "stock": "0.5", "stock_lean": "0.75", "stock+checkpoint": "0.25", "stock_repacked": "tab:olive",
@@ -32,7 +33,7 @@ class Curves:
         limit: (name, tolerance that values have to stay within), a dotted red line; over so many first steps as
             `limited`, where it is not of all.
         zero: stands in a point's place where a value is 0, for which a log axis has none.
-        least: span of the y axis.
+        least: span of the y axis, at the least; `LEAST` is another bound.
     """
 
     title: str
@@ -66,8 +67,11 @@ class Curves:
             name, limit = self.limit
             ends = (self.steps[0] - 0.5, self.steps[(self.limited or 0) - 1] + 0.5)
             axes.plot(ends, (limit, limit), color="tab:red", lw=1, ls=":", label=name)
-        if self.log and any(y > 0 for _, ys in shown for y in ys):
+        values = [abs(y) for _, ys in shown for y in ys if math.isfinite(y)]
+        least = max([self.least, *(LEAST * y for y in values)])
+        if self.log and (any(values) or (self.limit and self.zero)):
             axes.set_yscale("log")
+            least = 0.0
             low, high = axes.get_ylim()
             if high < 10 * low:  # rounding must not fill the axis
                 middle = math.sqrt(low * high)
@@ -75,12 +79,9 @@ class Curves:
         pairs = (pair for _, ys in self.curves for pair in zip(self.steps, ys, strict=True))
         for step in {step for step, y in pairs if y == 0 and self.zero}:
             axes.text(step, 0.04, self.zero, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
-        if axes.get_yscale() == "linear":
-            axes.ticklabel_format(axis="y", useOffset=False)
-            low, high = axes.get_ylim()
-            least = max(self.least, abs(low + high) / 100)
-            if high - low < least:  # rounding must not fill this axis either
-                axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
+        low, high = axes.get_ylim()
+        if high - low < least:
+            axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
         axes.set_xlim(self.steps[0] - 0.5, self.steps[-1] + 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set(xlabel=self.x, ylabel=self.unit)
@@ -96,6 +97,7 @@ class Bars:
         bars: label -> height at every tick.
         lines: (name, label -> height of a black line over the bar of that label, at every tick).
         texts: to stand above each tick.
+        numbers: format of the height that stands above each bar, as in "{:.0f}"; empty: none does.
     """
 
     title: str
@@ -105,6 +107,7 @@ class Bars:
     bars: Mapping[str, Values]
     lines: tuple[str, Mapping[str, Values]] = ("", {})
     texts: Sequence[str] = ()
+    numbers: str = ""
 
     def labels(self) -> list[str]:
         return [label for label, heights in self.bars.items() if _known(heights)]
@@ -115,7 +118,10 @@ class Bars:
         width = 0.8 / len(labels)
         for j, label in enumerate(labels):
             centers = [x + (j - (len(labels) - 1) / 2) * width for x in range(len(shown))]
-            axes.bar(centers, [self.bars[label][i] or 0.0 for i in shown], width, color=colors[label], label=label)
+            heights = [self.bars[label][i] or 0.0 for i in shown]
+            drawn = axes.bar(centers, heights, width, color=colors[label], label=label)
+            if self.numbers:
+                axes.bar_label(drawn, fmt=self.numbers)
             for center, i in zip(centers, shown, strict=True):
                 if label in lines and lines[label][i] is not None:
                     axes.hlines(lines[label][i], center - width / 2, center + width / 2, colors="black", label=name)

@@ -44,13 +44,21 @@ def run(options: Options, out: Path | None, as_json: bool) -> int:
     """
     with contextlib.redirect_stdout(sys.stderr):  # of what verl and transformers print
         report = build(options)
+    refused = report["unsupported"]
+    if as_json or out:
+        text = json.dumps({**provenance(SCHEMA), **report}, indent=1) + "\n"
+        if out:
+            write_whole(out, text)
+        if as_json:
+            print(text, end="")
+    if refused and not as_json:
+        show([f"# {report['verdict']}", *(f"Not possible: {reason}" for reason in refused[1:])])
+    elif not as_json:
         from verl_prefix.tools.plan.report import blocks
-        from verl_prefix.tools.simulate.command import fits_nothing
-    text = json.dumps({**provenance(SCHEMA), **report}, indent=1) + "\n"
-    if as_json:
-        print(text, end="")
-    else:
+
         show(blocks(report))
-    if out:
-        write_whole(out, text)
-    return 1 if report["unsupported"] or ("simulated" in report and fits_nothing(report["simulated"])) else 0
+    if "simulated" in report:
+        from verl_prefix.tools.simulate.command import fits_nothing
+
+        return 1 if refused or fits_nothing(report["simulated"]) else 0
+    return 1 if refused else 0

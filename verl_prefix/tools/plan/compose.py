@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -76,7 +76,7 @@ def model_engine(config_name: str, words: list[str], config_path: str = CONFIG_P
     sections = [key.removeprefix("actor_rollout_ref.actor.").partition(".")[0] for key in values]
     for name in (asked, values.get("actor_rollout_ref.actor.strategy"), *sections):
         if name in others:
-            raise Unsupported(f"this trains with {name}; prefixes are shared under model_engine={shared}")
+            raise Unsupported(f"this trains with {name}; prefixes are shared of trainings with model_engine={shared}")
     if asked not in ours:
         raise PlanError(f"model_engine={asked} is none of verl's; set one of {shared}")
     return asked
@@ -101,7 +101,8 @@ def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_P
         if unknown := re.match("Could not override '(.+)'", str(error)):
             engine = [word for word in overrides if word.startswith("model_engine=")]
             raise PlanError(_unknown(unknown[1], _compose(config_name, engine, config_path))) from error
-        raise PlanError(f"the overrides do not compose: {' '.join(str(error).split())}") from error
+        word = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
+        raise PlanError(f"the overrides do not compose: {word}{' '.join(str(error).split())}") from error
 
 
 def _unknown(key: str, config: DictConfig) -> str:

@@ -9,9 +9,7 @@ from verl_prefix.tools.simulate.command import tables
 
 
 def blocks(report: dict[str, Any]) -> list[str | Table]:
-    """Text and tables, the verdict first; of a command that is refused, each reason and nothing else."""
-    if reasons := report["unsupported"]:
-        return [f"# {report['verdict']}", *(f"Not possible: {reason}" for reason in reasons[1:])]
+    """Text and tables of a command that is not refused, the verdict first."""
     parts: list[str | Table] = [f"# {report['verdict']}", report["advice"], *_figures(report)]
     if "simulated" in report:
         parts += tables(report["simulated"])

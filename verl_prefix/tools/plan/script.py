@@ -58,6 +58,7 @@ TO_FILE = re.compile(
 CALL = re.compile(
     r"^([ \t]*)(?:exec[ \t]+)?(?:(?:ba)?sh[ \t]+|(?=\"[^\"\n]*\.sh\"|[^\s\"'=#;|&()]+\.sh(?:\s|$)))", re.M
 )
+SFT = re.compile(r"\bverl[./]trainer[./]\w*sft\w*")  # verl's trainers of it
 VAL_ONLY = re.compile(r"\+*trainer\.val_only=['\"]?(?i:true)['\"]?")
 DEEP = 5  # a script that calls itself ends
 SECONDS = 20  # a script that waits for something waits for ever here
@@ -89,6 +90,9 @@ def expanded(words: list[str]) -> list[str]:
     # A function that runs its arguments is in the trace first: run python3 -m ...
     calls = [words for words in calls if not any(words[1:] == other[: len(words) - 1] for other in calls)]
     trains = [words for i, words in enumerate(calls) if words not in calls[:i]]
+    if not trains and (sft := SFT.search(text)):
+        told = f"not supported: {named} trains by {sft[0]}, whose rows share no prompt"
+        raise PlanError(f"{told}; plan is for training by verl.trainer.main_ppo")
     if not trains:
         told = f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written"
         raise PlanError(f"{told}; give the words of its training command, key=value ...")

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from verl.tools.tool_registry import load_all_tools
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils import hf_processor, hf_tokenizer
@@ -149,6 +149,8 @@ def _unknown_names(config: DictConfig) -> Iterator[str]:
         "algorithm.adv_estimator": ADV_ESTIMATOR_REGISTRY,
         **({"trainer.v1.trainer_mode": TRAINER_REGISTRY} if is_v1(config) else {}),
     }
+    if not config.actor_rollout_ref.model.get("external_lib"):  # which may register a loss, in workers alone
+        known["actor_rollout_ref.actor.policy_loss.loss_mode"] = POLICY_LOSS_REGISTRY
     for key, names in known.items():
         if (value := OmegaConf.select(config, key)) is not None and value not in names:
             yield f"{key}={value}: verl knows {', '.join(sorted(names))}"
