@@ -79,6 +79,7 @@ def _quieten_verl() -> None:
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:verl.workers.engine")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.workers\.engine")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # of torch's own renaming
 
 
 def _given(arguments: argparse.Namespace, options: type) -> dict[str, Any]:

@@ -95,6 +95,7 @@ CONTRACT = {
     "verl.trainer.ppo.ray_trainer:RayPPOTrainer._balance_batch": "self batch metrics logging_prefix keep_minibatch",
     "verl.trainer.ppo.utils:need_critic": "config",
     "verl.trainer.ppo.core_algos:ADV_ESTIMATOR_REGISTRY": None,
+    "verl.trainer.ppo.core_algos:POLICY_LOSS_REGISTRY": None,
     "verl.trainer.ppo.utils:need_reference_policy": "config",
     f"{V1}:AgentLoopManagerTQ.__init__": "self args kwargs",
     f"{V1}:AgentLoopWorkerTQ": None,

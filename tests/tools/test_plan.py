@@ -1019,6 +1019,11 @@ def test_rows_of_turns_in_rollout_dumps_share_what_the_engine_shares(folder, tmp
     assert half["trees"]["uid"]["tokens"]["update"] == 2 * found["trees"]["uid"]["tokens"]["update"]
 
 
+def test_nobody_is_told_that_grpo_has_no_critic(folder, recwarn):
+    build(folder, f"{PREFIX}.mini_batches=prompts")
+    assert not [found for found in recwarn if "critic" in str(found.message)]
+
+
 def test_what_mini_batches_that_count_rows_cost_is_told(folder):
     turns = options.Turns(turns=4, thinking=12, say=5, tool=9)
 

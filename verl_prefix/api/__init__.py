@@ -207,7 +207,8 @@ def phased_update(
 
     Args:
         max_tokens: tokens alive at once, the prefixes and one wave; a single row may exceed it. Groups whose prefixes
-            do not fit together come one set after the other, each with its own phases A and C. None: no bound.
+            do not fit together come one set after the other, each with its own phases A and C. Of a tree whose strands
+            do not fit together a set lies between phases A and C of another. None: no bound.
         wave_tokens: response tokens of one wave. None: what the prefixes leave of `max_tokens`.
         offload: with gradients, between phases A and C prefixes wait in pinned host memory, and do not count.
         Others as in `response_log_probs`.

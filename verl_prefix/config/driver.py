@@ -2,9 +2,10 @@
 
 import logging
 import os
+import warnings
 
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.utils import need_reference_policy
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix.config import megatron, veomni
@@ -24,6 +25,13 @@ BYPASS = "algorithm.rollout_correction.bypass_mode"
 TRACES = "actor_rollout_ref.actor.prefix.trace_dir"
 
 
+def has_critic(config: DictConfig) -> bool:
+    """verl's need_critic, which warns wherever nobody asked for a critic."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bool(need_critic(config))
+
+
 def check_driver(config: DictConfig, in_job: bool = True) -> None:
     """Refuses, before workers start, what cannot work under the driver that reads this config.
 
@@ -33,8 +41,6 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
     Raises:
         ValueError: naming what to set.
     """
-    from verl.trainer.ppo.utils import need_critic  # here: it loads verl's trainers
-
     if "rollout" in config:
         _check_separate_rollout(config)
     if "actor_rollout_ref" in config and "ref" in config.actor_rollout_ref:
@@ -67,7 +73,7 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
         f"trainer.v1.trainer_mode={mode} is for verl.trainer.main_ppo with trainer.use_v1=true; remove it, since "
         "mini-batches keep prompts whole here without it, or use that trainer",
     )
-    why = by == "prompts" and need_critic(config) and _cut_otherwise(config)
+    why = by == "prompts" and has_critic(config) and _cut_otherwise(config)
     refuse(why, f"{key}=prompts, and {why} algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows")
 
 
@@ -212,11 +218,9 @@ def keeps_prompts(config: DictConfig) -> bool:
 
 def _check_separate_rollout(config: DictConfig) -> None:
     """Checks of one_step_off_policy and fully_async_policy, of which the latter calls no `validate` of verl's."""
-    from verl.trainer.ppo.utils import need_critic
-
     actor, num_gpus = omega_conf_to_dataclass(config.actor_rollout_ref.actor), config.trainer.n_gpus_per_node
     actor.check(num_gpus * config.trainer.nnodes, config.actor_rollout_ref.model)
-    if need_critic(config) and config.critic._target_ == CRITIC.target:
+    if has_critic(config) and config.critic._target_ == CRITIC.target:
         omega_conf_to_dataclass(config.critic).check(num_gpus * config.trainer.nnodes)
     batches, num = _mini_batches(config)
     key = "actor_rollout_ref.actor.use_prefix_grouper"

@@ -20,7 +20,6 @@ import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf, read_write
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.utils import need_critic
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
@@ -29,6 +28,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from verl_prefix.config.driver import has_critic
 from verl_prefix.trainer.mini_batches import fill_mini_batches, padded, whole_prompts
 from verl_prefix.trainer.watchdog import Watchdog, stall_minutes
 from verl_prefix.versions import check_versions
@@ -279,7 +279,7 @@ def _only_we_read_pixels(config: DictConfig) -> bool:
     """Whether all that reads rows' pixels is our engine: no critic, and no option of verl that stores or drops rows."""
     return (
         config.get("model_engine") == "prefix"
-        and not need_critic(config)
+        and not has_critic(config)
         and not OmegaConf.select(config, "skip.rollout_tq.enable")
         and not OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
     )

@@ -1,6 +1,5 @@
 """A training command as verl reads it: its model, what the driver would refuse, how long its prompts are."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from transformers import (
 )
 from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.config import omega_conf_to_dataclass
@@ -28,7 +27,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import wrong_when_sharded
-from verl_prefix.config.driver import check_driver, is_v1
+from verl_prefix.config.driver import check_driver, has_critic, is_v1
 from verl_prefix.config.engines import CRITIC, FSDP2, MEGATRON, VEOMNI, attention_of, engine_of, slices_of
 from verl_prefix.config.model import check_dealt, check_model_family, check_sequence_parallel, read_hf_config
 from verl_prefix.models.recurrent import packing_leak
@@ -69,13 +68,6 @@ def read_model_config(config: DictConfig) -> PretrainedConfig:
     override: Any = OmegaConf.to_container(config.actor_rollout_ref.model.get("override_config") or OmegaConf.create())
     update_model_config(hf_config, override.get("model_config", override))  # as HFModelConfig does
     return hf_config
-
-
-def has_critic(config: DictConfig) -> bool:
-    """verl's need_critic, which warns wherever nobody asked for a critic."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return bool(need_critic(config))
 
 
 class Model(NamedTuple):

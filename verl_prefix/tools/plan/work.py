@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict
 
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.config.driver import is_v1
+from verl_prefix.config.driver import has_critic, is_v1
 from verl_prefix.config.engines import copies_of, slices_of
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.tools.plan.compose import (
@@ -22,7 +22,7 @@ from verl_prefix.tools.plan.compose import (
 )
 from verl_prefix.tools.plan.options import PlanError, Turns, prompt_spread, spread
 from verl_prefix.tools.plan.predict import SEED, MicroBatch, Sizes, Step, drawn_steps
-from verl_prefix.tools.plan.training_command import MAX_PROMPTS, Prompt, has_critic, read_prompts
+from verl_prefix.tools.plan.training_command import MAX_PROMPTS, Prompt, read_prompts
 from verl_prefix.tools.plan.turns import Dump, TokenStep, made_up, of_dump, token_step
 
 
