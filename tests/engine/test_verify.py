@@ -4,7 +4,6 @@ states of recurrent layers, and gradients of states."""
 import contextlib
 import functools
 import types
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -355,8 +354,8 @@ def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
     """A model may sample the token of an image (5) or video (6)."""
     data, backend = _vision_rows([[1, 1], [1, 5], [6, 1], [1, 1]], [{"pixel_values": torch.ones(1)}] * 4)
     groups = [Group.of_prompt((0, 1), 2, (2, 2)), Group.of_prompt((2,), 2, (2,)), Group.of_prompt((3,), 2, (2,))]
-    tree = Group((0, 1, 3), (1, 0, 2), (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2)))
-    tree = replace(tree, first_outputs=(2, 2, 2))
+    strands, forks = (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2))
+    tree = Group((0, 1, 3), (1, 0, 2), strands, forks, (2, 2, 2))
     candidates = Verification(backend, None, None)._candidates
     assert [group.rows for group in candidates(data, groups, 100)] == [(0,), (3,)]
     # A row that lies wholly in strands goes with the row behind it, whose tokens it has.
