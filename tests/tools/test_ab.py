@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from verl_prefix import cli
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.ab import command as ab
-from verl_prefix.tools.ab import source, verdict
+from verl_prefix.tools.ab import render, source, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 # Ray starts two workers before anybody asks, which nobody then uses: not here.
@@ -333,6 +333,17 @@ NOT_FINITE = "steps with figures that are not finite"
 SAME = {f"same weights: {name}" for name in verdict.SAME_WEIGHTS}
 LOSS = "same weights: loss"
 TRUTH = {f"error against the truth: {name}" for name in ("log_probs", "grads", "worst_grad", "params")}
+
+
+def test_a_report_says_whose_code_it_is_of():
+    """Of one step, from a wheel, which has no commit."""
+    path = Path(__file__).parents[2] / "examples/results/ab_smollm2_cpu.json"
+    report = json.loads(path.read_text())
+    report["steps"], report["git"] = report["steps"][:1], {"commit": None, "dirty": False}
+    version, told = report["versions"]["verl-prefix"], render.blocks(report)[1]
+    assert told.startswith("1 step, 1 rank, fp32, ") and f", verl-prefix {version}; model " in told
+    report["git"] = {"commit": "a" * 40, "dirty": True}
+    assert f", commit {'a' * 12}, uncommitted files; model " in render.blocks(report)[1]
 
 
 def measured(

@@ -295,7 +295,7 @@ def test_a_config_of_the_users_own_says_which_engine_it_trains_with(tmp_path):
 )  # fmt: skip
 def test_an_engine_of_verls_on_which_nothing_is_shared_is_said_to_be_one(folder, capsys, words, name):
     assert cli.main(["plan", *overrides(folder, words)]) == 1
-    shared = "prefixes are shared of trainings with model_engine=dp, veomni, megatron"
+    shared = "prefixes can be shared in trainings with model_engine=dp, veomni, megatron"
     line = f"Not supported: this trains with {name}; {shared}\n"
     assert capsys.readouterr().out == line
     assert cli.main(["plan", "--json", *overrides(folder, words)]) == 1

@@ -16,6 +16,14 @@ PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "tensordict", "ray",
             "flash-attn")  # fmt: skip
 
 
+def code_of(report: dict[str, Any]) -> str:
+    """Whose code a report's is, as a line of it says: a commit's, or an installed package's of some version."""
+    commit, dirty = report["git"]["commit"], report["git"]["dirty"]
+    if commit or dirty:
+        return f"commit {(commit or 'unknown')[:12]}" + ", uncommitted files" * dirty
+    return f"verl-prefix {report['versions']['verl-prefix']}"
+
+
 def check_out(out: Path | None, allow_dirty: bool = True) -> None:
     """What can be said of a report's file before it is made.
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from verl_prefix.files import write_whole
 from verl_prefix.tools.ab.verdict import PASSES, as_ratio, shared_steps, timed
 from verl_prefix.tools.plots import Bars, Curves, save
-from verl_prefix.tools.report import Table, show
+from verl_prefix.tools.report import Table, code_of, show
 from verl_prefix.tools.report import markdown as as_markdown
 
 STEPS = "steps.jsonl"  # the steps that are measured, until report.json holds them all
@@ -57,7 +57,7 @@ def blocks(report: dict[str, Any]) -> list[str | Table]:
     where = f"{report['ranks']} rank{'s' * (report['ranks'] > 1)}, {dtype}"
     lines: list[str | Table] = [
         f"# A/B against the stock actor: {verdict}",
-        f"{len(steps)} steps, {where}, {report['device']}, commit {report['git']['commit']}; "
+        f"{len(steps)} step{'s' * (len(steps) > 1)}, {where}, {report['device']}, {code_of(report)}; "
         f"model {report['model']['name']}.",
     ]
     for arm in dict.fromkeys(t["arm"] for t in report["tolerances"]):

@@ -8,7 +8,7 @@ from typing import Any
 from verl_prefix.files import parse_json, write_whole
 from verl_prefix.tools.bench.options import ARMS, STOCK
 from verl_prefix.tools.plots import Bars, save
-from verl_prefix.tools.report import Table, markdown
+from verl_prefix.tools.report import Table, code_of, markdown
 
 # (P prefix tokens, S response tokens per row, G rows of the prompt); verl's prompt is one token longer than P.
 GRIDS: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -71,11 +71,9 @@ def blocks(report: dict[str, Any]) -> list[str | Table]:
     installed = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
     truth = "not measured" if config["truth"] == "none" else f"the largest of a parameter, against {config['truth']}"
     attention = _ATTENTION[report["stock_attention"]]
-    commit, dirty = report["git"]["commit"], report["git"]["dirty"]
-    code = f"commit {(commit or 'unknown')[:12]}" + ", uncommitted files" * dirty if commit or dirty else "installed"
     compiled = ", decoder layers compiled" if config["compile"] else ""
     conditions = (
-        f"{report['device']}, {config['dtype']}, {installed}; {code}. "
+        f"{report['device']}, {config['dtype']}, {installed}; {code_of(report)}. "
         f"Model shape {config['shape']} with random weights, {rows[0]['layers']} of {report['full_depth']} layers"
         f"{compiled}. "
         "Seconds are p50 (p20 to p80) of rounds of all arms in turn; speed-ups are over stock with the same "

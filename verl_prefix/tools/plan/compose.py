@@ -76,7 +76,8 @@ def model_engine(config_name: str, words: list[str], config_path: str = CONFIG_P
     sections = [key.removeprefix("actor_rollout_ref.actor.").partition(".")[0] for key in values]
     for name in (asked, values.get("actor_rollout_ref.actor.strategy"), *sections):
         if name in others:
-            raise Unsupported(f"this trains with {name}; prefixes are shared of trainings with model_engine={shared}")
+            can = f"prefixes can be shared in trainings with model_engine={shared}"
+            raise Unsupported(f"this trains with {name}; {can}")
     if asked not in ours:
         raise PlanError(f"model_engine={asked} is none of verl's; set one of {shared}")
     return asked
