@@ -239,18 +239,19 @@ def _reads(rows: Sequence[_Row], level_starts: Sequence[int], num_strand_tokens:
     """
     if all(row.fork_start == row.first_output for row in rows):
         return None
-    own_level, starts, first_token = len(level_starts) - 1, torch.tensor(level_starts), num_strand_tokens
+    own_start, starts, first_token = level_starts[-1], torch.tensor(level_starts), num_strand_tokens
     places, levels, tokens = [], [], []
     for row in rows:
         of_strands = ranges(last_of(row.path, max(row.fork_start - row.first_output, 0)))
         of_suffix = torch.arange(first_token, first_token + row.suffix_len)[max(row.first_output - row.fork_start, 0) :]
         first_token += row.suffix_len
+        end = row.offset + max(row.fork_start, row.first_output)  # of the places whose outputs strands compute
+        if kind == "phase_a":
+            own = sum(n - max(own_start - start, 0) for start, n in row.path if start + n > own_start)
+            of_strands, of_suffix = of_strands[max(len(of_strands) - own, 0) :], of_suffix[:0]
         level = torch.searchsorted(starts, of_strands, right=True) - 1
-        levels += [level, torch.full_like(of_suffix, own_level)]
+        levels += [level, torch.full_like(of_suffix, len(level_starts) - 1)]
         tokens += [of_strands - starts[level], of_suffix]
-        places.append(row.offset + row.first_output + torch.arange(len(of_strands) + len(of_suffix)))
+        places.append(torch.arange(end - len(of_strands), end + len(of_suffix)))
     reads = Reads(torch.cat(places), torch.cat(levels), torch.cat(tokens))
-    if kind == "phase_a":
-        computed = (reads.levels == own_level) & (reads.tokens < num_strand_tokens)
-        reads = Reads(*(x[computed] for x in reads))
     return reads if len(reads.places) else None
