@@ -58,7 +58,7 @@ WRONG = {
     "bench --grid tiny --threads 0": "bench: argument --threads: '0': give a number of 1 or more",
     "bench --grid tiny --turns 3 --capacity 2": "bench: --capacity is of rows of one turn; remove it, or --turns",
     "bench --grid tiny --capacity 0": "bench: argument --capacity: '0': give a number of",
-    "bench --render missing.json": "bench: [Errno 2] No such file or directory: 'missing.json'",
+    "bench --render missing.json": "bench: --render missing.json is no file here",
     "ab --trace missing": "ab: --trace missing is not a folder",
     "ab --synthetic 9,4,2": "ab: --synthetic P,S,G,N needs --model",
     "ab --synthetic 9,4,1 --model m": "ab: --synthetic with groups of one row",

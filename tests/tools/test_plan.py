@@ -1019,6 +1019,24 @@ def test_rows_of_turns_in_rollout_dumps_share_what_the_engine_shares(folder, tmp
     assert half["trees"]["uid"]["tokens"]["update"] == 2 * found["trees"]["uid"]["tokens"]["update"]
 
 
+def test_ranks_of_one_row_each_are_no_slower_than_stocks(folder):
+    """Which cannot share the longest row either."""
+    words = overrides(
+        folder, "trainer.n_gpus_per_node=4", "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=1",
+        "data.max_response_length=2048",
+    )  # fmt: skip
+    found = plan.build(Options(words, response_lengths="1024,600"))
+    assert found["tokens"]["ratio"] == 1 and found["speedup"]["update"] >= 1
+
+
+def test_a_step_that_would_be_slower_is_not_worth_it(folder, monkeypatch):
+    monkeypatch.setattr(verdict, "step_gain", lambda *_: 0.97)
+    found = build(folder)
+    gain = f"update {found['speedup']['update']:.2f}x, step about 0.97x if rollout is half of it"
+    assert not found["worth_it"] and f": {gain}: sharing would be slower" in found["verdict"]
+    assert found["verdict"].startswith("Not worth it")
+
+
 def test_nobody_is_told_that_grpo_has_no_critic(folder, recwarn):
     build(folder, f"{PREFIX}.mini_batches=prompts")
     assert not [found for found in recwarn if "critic" in str(found.message)]

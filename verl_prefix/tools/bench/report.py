@@ -187,8 +187,11 @@ def draw(report: dict[str, Any], path: Path) -> bool:
 def render(source: Path, into: Path | None = None) -> int:
     """Markdown and PNG beside a report, and its Markdown between `MARKS` in another file; returns the exit code.
 
-    Raises ValueError where `source` is not a report, or `into` has no marks.
+    Raises ValueError where `source` is not a report, `into` has no marks, or one of them is not here.
     """
+    for option, file in (("--render", source), ("--into", into)):
+        if file and not file.is_file():
+            raise ValueError(f"{option} {file} is no file here")
     start, end = MARKS
     words = into.read_text() if into else f"{start}{end}"
     if start not in words or end not in words:

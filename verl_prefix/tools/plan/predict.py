@@ -228,9 +228,11 @@ class Predictor:
         plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(batches)}
         plans |= {path: [costs.plan(*batch, path, not update) for batch, _ in batches] for path in ("packed", "phased")}
         stock = [self.costs.stock_passes(*own) for _, own in batches]
-        # verl balances rows over ranks, so that its ranks share the sum.
+        # verl balances rows over ranks, so that its ranks share the sum, but of one row each.
         own = [costs.timeline(passes, kind, self.rates) for passes in stock]
-        balanced = sum(one.seconds for one in own) / len(own)
+        seconds = [one.seconds for one in own]
+        rows = max(sum(len(group.rows) for group in batch.groups) for _, batch in batches)
+        balanced = sum(seconds) / len(seconds) if rows > 1 else max(seconds)
         for path, of_ranks in plans.items():
             ours = [costs.timeline(plan, kind, self.rates) for plan in of_ranks if plan]
             self.seconds[path][name] += max((one.seconds for one in ours), default=balanced)

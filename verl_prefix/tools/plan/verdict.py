@@ -93,10 +93,11 @@ def judge(
             needed: GiB of a rank. critic: predicted of it, where there is one.
     """
     config, parts = asked.config, asked.options.parts
-    fits, worth = needed <= limit, is_worth_it(now)
+    fits, gained = needed <= limit, step_gain(config, now, parts, critic)
+    worth = is_worth_it(now) and gained >= 1
     changes = _gaining(config, work, now, trees, price, limit=limit, needed=needed)
     change = changes[0] if changes else None
-    step = f"step {step_gain(config, now, parts, critic):.2g}x"
+    step = f"step {gained:.2g}x"
     if not parts and rollout_is_apart(config):
         step = f"trainer's {step} while it need not wait for the rollout, which is apart and not planned"
     elif not parts:
@@ -107,7 +108,8 @@ def judge(
     if work.steps[0].size.rollouts == 1 and not work.turns and config.actor_rollout_ref.actor.prefix.trees != "batch":
         start = "Nothing is shared (a prompt has one response), but lm_head skips prompts"
     if not worth:
-        verdict = f"Not worth it{' as it is' if change else ''}: {_reason(work, now)}"
+        reason = f"{gain}: sharing would be slower" if is_worth_it(now) else _reason(work, now)
+        verdict = f"Not worth it{' as it is' if change else ''}: {reason}"
     elif not fits:
         verdict = f"{start}, but does not fit: {gain}, needs {memory}"
     else:
