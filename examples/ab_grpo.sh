@@ -57,7 +57,9 @@ fi
 REWARD=(reward.custom_reward_function.path=pkg://verl_prefix.testing reward.custom_reward_function.name=letter_share)
 if [ "$MODEL" = tiny ]; then
     MODEL=$OUT/model
-    "$PYTHON" -c 'import pathlib, sys; from verl_prefix.testing import write_tiny_model as write
+    "$PYTHON" -c 'import pathlib, sys; from transformers.utils.logging import disable_progress_bar
+from verl_prefix.testing import write_tiny_model as write
+disable_progress_bar()
 write(sys.argv[1], texts=pathlib.Path(sys.argv[2]).read_text().splitlines(), vocab_size=2048)' "$MODEL" "$DATA"
 else
     REWARD=(reward.custom_reward_function.path="$ROOT/recipes/musique/reward.py"
