@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import pass_order
 from verl_prefix.core.nesting import Nesting
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, first_fit, largest_wave, packed_and_phased
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, first_fit, packed_and_phased
 
 Pass = TypeVar("Pass", bound=PackedPass | PhasedPass)
 
@@ -186,14 +186,12 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
     Args:
         plan: as of `make_plan`, before `pad_to_same_passes`.
     """
-    if largest_wave(plan) <= tokens:
-        return plan
 
     def limited(planned: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
         if isinstance(planned, PackedPass):
             return planned
-        alone = replace(planned, nested=())
-        waves = make_waves(planned.groups, tokens) if largest_wave(Plan((alone,))) > tokens else planned.waves
+        is_over = any(sum(piece.num_suffix_tokens for piece in wave) > tokens for wave in planned.waves)
+        waves = make_waves(planned.groups, tokens) if is_over else planned.waves
         return replace(planned, waves=waves, nested=tuple(map(limited, planned.nested)))
 
     return replace(plan, passes=tuple(map(limited, plan.passes)))
