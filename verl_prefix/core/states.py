@@ -96,17 +96,16 @@ class StateIndex:
             strand_of = {first: i for i, first in enumerate(firsts)}
             tails = []
             for path in self._paths:
-                entry, num_own = _own_part(path, own_start)
-                own = ranges(last_of(path, min(length, num_own))) - own_start + 1
-                before = -1 - strand_of[entry] * length - torch.arange(length)
-                before = before if strands[strand_of[entry]].path else torch.zeros_like(before)
+                runs = own_runs(path, own_start)
+                own = ranges(last_of(runs, length)) - own_start + 1
+                strand = strand_of[runs[0][0]]
+                before = -1 - strand * length - torch.arange(length)
+                before = before if strands[strand].path else torch.zeros_like(before)
                 tails.append(torch.cat([before[len(own) :], own]))
             self._last_tokens[length, device] = on_device(torch.stack(tails), device)
         return self._last_tokens[length, device]
 
 
-def _own_part(path: Path, own_start: int) -> tuple[int, int]:
-    """The first token of a path that is token `own_start` of the prefix source or comes after it, and the number of
-    such tokens, which are the path's last ones."""
-    runs = [(max(start, own_start), start + n) for start, n in path if start + n > own_start]
-    return runs[0][0], sum(end - start for start, end in runs)
+def own_runs(path: Path, own_start: int) -> Path:
+    """The runs of a path from token `own_start` of the prefix source on, which are its last ones."""
+    return tuple((max(start, own_start), n - max(own_start - start, 0)) for start, n in path if start + n > own_start)
