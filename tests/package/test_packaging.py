@@ -164,8 +164,9 @@ def test_an_installed_package_reports_its_version_and_no_ones_commit(
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["git"] == {"commit": None, "dirty": False}
-    assert report["versions"]["verl-prefix"] == email.message_from_string(_metadata(wheel, "METADATA"))["Version"]
-    assert "; installed. Model shape tiny" in (tmp_path / "bench.md").read_text()
+    version = email.message_from_string(_metadata(wheel, "METADATA"))["Version"]
+    assert report["versions"]["verl-prefix"] == version
+    assert f"; verl-prefix {version}. Model shape tiny" in (tmp_path / "bench.md").read_text()
 
 
 @pytest.mark.parametrize("ours", [True, False])
