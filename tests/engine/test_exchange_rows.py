@@ -473,9 +473,10 @@ def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
     from verl_prefix.engine.grouping import TreeRule
 
     one, several = ("aab", [1, 1, 2]), ("aab", [1, 3, 2])
-    found = {over: (TreeRule(over).are_cut(*one), TreeRule(over).are_cut(*several)) for over in ("off", "uid", "batch")}
+    rules = [TreeRule(over) for over in ("off", "uid", "batch")]
+    found = {rule.over: (rule.cuts_rows(*one), rule.cuts_rows(*several)) for rule in rules}
     assert found == {"off": (False, False), "uid": (False, True), "batch": (True, True)}
-    assert TreeRule("uid", cut_before=True).are_cut(*one)
+    assert TreeRule("uid", cut_before=True).cuts_rows(*one)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -56,9 +56,9 @@ def _groups(rows: list, agree: list[int], over: str = "uid") -> list:
     from verl_prefix.engine.rows import BatchRows
 
     batch, trees = BatchRows(batch_of(rows, routed(rows, agree))), TreeRule(over)
-    are_cut = trees.are_cut(batch.uids, batch.keys)
-    assert are_cut == (over == "batch"), "routes made turns of one prompt's rows"
-    return group_rows(batch, trees, are_cut)
+    is_cut = trees.cuts_rows(batch.uids, batch.keys)
+    assert is_cut == (over == "batch"), "routes made turns of one prompt's rows"
+    return group_rows(batch, trees, is_cut)
 
 
 @pytest.mark.parametrize("over", ["off", "uid", "batch"])

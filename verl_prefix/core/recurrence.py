@@ -86,12 +86,11 @@ def _scan_strands(
         states = {end_of(strand.path): state for strand, state in zip(layout.segments, inherited, strict=False)}
     for runs, spans in layout.states.rounds:
         # Without passes around, all runs of the first round start from zeros, all others from states.
-        initial = torch.stack([states[path_end] for *_, path_end in runs]) if states else None
-        scanned = scan(
-            [torch.cat([x[start - first : end - first] for start, end, _ in runs]) for x in inputs], spans, initial
-        )
-        for (start, end, _), out, state in zip(runs, scanned.outputs.split(spans.lens), scanned.states, strict=True):
-            outputs[start], states[end] = out, state
+        initial = torch.stack([states[run.after] for run in runs]) if states else None
+        of_runs = [torch.cat([x[run.start - first : run.end - first] for run in runs]) for x in inputs]
+        scanned = scan(of_runs, spans, initial)
+        for run, out, state in zip(runs, scanned.outputs.split(spans.lens), scanned.states, strict=True):
+            outputs[run.start], states[run.end] = out, state
     return Scanned(
         torch.cat([outputs[start] for start in sorted(outputs)]),
         torch.stack([states[end] for end in layout.states.numbers]),

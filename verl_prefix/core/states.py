@@ -4,13 +4,25 @@ import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from verl_prefix.core.calls import Path, Segment, Spans, end_of, last_of, on_device, ranges
 
 Segments = Literal["strands", "suffixes"]
+
+
+class Run(NamedTuple):
+    """Tokens of the prefix source that a recurrent layer scans in one go, after which it leaves a state.
+
+    Attributes:
+        start, end: the tokens [start, end). after: the end of the path that they continue; 0: of none.
+    """
+
+    start: int
+    end: int
+    after: int
 
 
 class StateIndex:
@@ -40,27 +52,26 @@ class StateIndex:
         self._last_tokens: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     @functools.cached_property
-    def rounds(self) -> list[tuple[list[tuple[int, int, int]], Spans]]:
+    def rounds(self) -> list[tuple[list[Run], Spans]]:
         """The strands, cut where a path with a state ends, in rounds: a round starts from states of earlier rounds.
 
         Returns:
-            of each round, (start, end, end of the path that it continues; 0: none) of each of its runs of tokens of the
-            prefix source, and these runs as spans. All layers get the same objects, so that kernels can store what they
+            of each round its runs, also as spans. All layers get the same objects, so that kernels can store what they
             derive from them.
         """
-        rounds: list[list[tuple[int, int, int]]] = []
+        rounds: list[list[Run]] = []
         round_of: dict[int, int] = {}
         ends, end = list(self.numbers), self._own_start
         for segment in self._segments["strands"]:
-            start, path_end, end = end, end_of(segment.path), end + segment.length
+            start, after, end = end, end_of(segment.path), end + segment.length
             for cut in ends[bisect_right(ends, start) : bisect_right(ends, end)]:
-                round_of[cut] = round_of.get(path_end, -1) + 1  # the path of another packed row has its state already
+                round_of[cut] = round_of.get(after, -1) + 1  # the path of another packed row has its state already
                 if round_of[cut] == len(rounds):
                     rounds.append([])
-                rounds[round_of[cut]].append((start, cut, path_end))
-                start = path_end = cut
+                rounds[round_of[cut]].append(Run(start, cut, after))
+                start = after = cut
             assert start == end, "no segment continues the end of this strand"
-        bounds = [(0, *accumulate(end - start for start, end, _ in runs)) for runs in rounds]
+        bounds = [(0, *accumulate(run.end - run.start for run in runs)) for runs in rounds]
         return [(runs, Spans(lens, lens)) for runs, lens in zip(rounds, bounds, strict=True)]
 
     def initial(self, of: Segments, device: torch.device) -> list[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -72,14 +72,14 @@ def open_exchange(backend: Backend, option: str, batch: BatchRows, trees: TreeRu
     """
     ranks = _exchanging_ranks(backend, option, loss)
     travel = None if ranks is None else Travel(batch, ranks)
-    are_cut = travel.place_rows(backend.shape, trees) if travel else None
+    is_cut = travel.place_rows(backend.shape, trees) if travel else None
     computed = travel.send_rows() if travel and travel.moves.any_travels else batch
     with together("grouping rows"):
         computed = computed.replaced(receive_pixels(computed.data))
-        if are_cut is None:
-            are_cut = trees.are_cut(computed.uids, computed.keys)
-        groups = group_rows(computed, trees, are_cut)
-    trees = trees._replace(cut_before=are_cut)
+        if is_cut is None:
+            is_cut = trees.cuts_rows(computed.uids, computed.keys)
+        groups = group_rows(computed, trees, is_cut)
+    trees = trees._replace(cut_before=is_cut)
     if travel is None:
         uids = {uid for row, uid in enumerate(computed.uids) if row not in computed.padding}
         return Exchange(computed, groups, trees, uids, {})

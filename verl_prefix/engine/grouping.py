@@ -33,17 +33,17 @@ class TreeRule(NamedTuple):
     config: Any = None
     cut_before: bool = False
 
-    def are_cut(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
+    def cuts_rows(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
         """Whether rows are cut at the ends of messages: under `batch`, and under `uid` where they are turns, that is,
         where a uid has several prompts."""
         are_turns = self.cut_before or len({*zip(uids, keys, strict=True)}) > len({*uids})
         return self.over == "batch" or (self.over == "uid" and are_turns)
 
 
-def group_rows(rows: BatchRows, trees: TreeRule, are_cut: bool) -> list[Group]:
-    """Groups all rows that this rank computes: rows with the same key, or trees where rows `are_cut` at the ends of
-    messages. Rows that say which experts their tokens go to are trees in any case, since rows with the same prompt may
-    go other ways at its end.
+def group_rows(rows: BatchRows, trees: TreeRule, is_cut: bool) -> list[Group]:
+    """Groups all rows that this rank computes: rows with the same key, or trees where the batch `is_cut` at the
+    ends of messages. Rows that say which experts their tokens go to are trees in any case, since rows with the same
+    prompt may go other ways at its end.
 
     Raises:
         ValueError: a row's prompt is empty, or not that of its group: it did not arrive as it left.
@@ -52,10 +52,10 @@ def group_rows(rows: BatchRows, trees: TreeRule, are_cut: bool) -> list[Group]:
     for group in groups:
         if not all(torch.equal(prompts[row], prompts[group.rows[0]]) for row in group.rows):
             raise ValueError(f"rows {[*group.rows]} arrived as one group, and their prompts differ")
-    cuts = row_cuts(rows, trees) if are_cut else [[n - 1] for n in rows.prompt_lens]
+    cuts = row_cuts(rows, trees) if is_cut else [[n - 1] for n in rows.prompt_lens]
     if rows.expert_routes is not None:
         cuts = [_block_cuts(row) for row in cuts]
-    elif not are_cut:
+    elif not is_cut:
         return groups
     return group_trees(_tree_tokens(rows, trees, cuts), rows.offsets, rows.prompt_lens, cuts)
 
@@ -75,13 +75,13 @@ def tokens_by_trees(rows: BatchRows, trees: TreeRule, groups: Sequence[Group]) -
         groups: of these rows, by `trees`.
     """
     groups_by = {trees.over: groups}
-    are_turns = trees._replace(over="uid").are_cut(rows.uids, rows.keys)
+    are_turns = trees._replace(over="uid").cuts_rows(rows.uids, rows.keys)
     for over in ("off", "uid", "batch"):
         if over == "batch" and any(rows.pixels) and not are_turns:
             groups_by[over] = groups_by["uid"]
         elif over not in groups_by:
             rule = trees._replace(over=over)
-            groups_by[over] = group_rows(rows, rule, rule.are_cut(rows.uids, rows.keys))
+            groups_by[over] = group_rows(rows, rule, rule.cuts_rows(rows.uids, rows.keys))
     real = {over: rows.without_padding(groups) for over, groups in groups_by.items()}
     computed = {over: float(sum(group.num_physical_tokens for group in groups)) for over, groups in real.items()}
     return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}

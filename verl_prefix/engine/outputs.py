@@ -73,7 +73,7 @@ class TokenOutputs:
             pixels = PixelBatch(pixels, input_ids.values().cpu(), offsets, config)
         self._flags = flags_of(data)
         self.names = backend.output_names(self._flags)
-        is_read = None if reads_masked or "sum_pi_squared" in self.names else self._is_read()
+        is_read = None if reads_masked else self._is_read()
         leaves_gaps = is_read is not None or rows.dead
         fills = leaves_gaps and "log_probs" in self.names
         self._old_log_probs = rows.at_suffixes("old_log_probs") if fills else None

@@ -94,21 +94,21 @@ class Travel:
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
             self.table = AllRows(self._gather(own, agreed["num_rows"]))
-            are_cut = trees.are_cut(self.table.uids, self.table.keys)
+            is_cut = trees.cuts_rows(self.table.uids, self.table.keys)
             pieces: list[torch.Tensor] = []
-            if are_cut:
+            if is_cut:
                 with together("describing turns", maxima=("num_pieces",)) as agreed:
                     own = describe_pieces(self._rows, shape, trees)
                     agreed.maximum("num_pieces", len(own))
                 pieces = self._gather(own, agreed["num_pieces"])
             with together("placing rows", same=("homes",)) as agreed:
-                agreed.same("homes", self._place(compatible, pieces if are_cut else None))
+                agreed.same("homes", self._place(compatible, pieces if is_cut else None))
         if not agreed.is_same("homes"):
             raise ExchangeError(
                 "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
                 "actor_rollout_ref.actor.prefix.exchange=off"
             )
-        return are_cut
+        return is_cut
 
     def _place(self, compatible: bool, pieces: Sequence[torch.Tensor] | None) -> list[int]:
         """Finds the rank of every row of all ranks, by `pieces` where rows are turns. Where ranks cannot read each

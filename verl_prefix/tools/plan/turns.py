@@ -70,8 +70,8 @@ class TokenStep(Step):
         """As the engine's exchange and `grouping.group_rows` make them; nothing is `dead`."""
         step, every = AllRows([self.table]), AllRows([self.table[rank] for rank in ranks])
         trees, homes = TreeRule(self.over, frozenset({END})), every.ranks
-        are_cut = trees.are_cut(step.uids, step.keys)
-        if exchange and len(ranks) > 1 and are_cut:
+        is_cut = trees.cuts_rows(step.uids, step.keys)
+        if exchange and len(ranks) > 1 and is_cut:
             pieces = [describe_pieces(self.batch.select(rank), self.shape, trees) for rank in ranks]
             homes = every.place_turns(len(ranks), pieces).ranks
         elif exchange and len(ranks) > 1:
@@ -79,13 +79,13 @@ class TokenStep(Step):
         members: list[list[int]] = [[] for _ in ranks]
         for row, home in zip((row for rank in ranks for row in rank), homes, strict=True):
             members[home].append(row)
-        return [self._groups(rows, step.keys, are_cut) for rows in members]
+        return [self._groups(rows, step.keys, is_cut) for rows in members]
 
-    def _groups(self, rows: Sequence[int], keys: Sequence[tuple[int, int]], are_cut: bool) -> list[Group]:
+    def _groups(self, rows: Sequence[int], keys: Sequence[tuple[int, int]], is_cut: bool) -> list[Group]:
         asked = self.over, tuple(rows)
         if asked not in self.known and rows:
             some = self.batch.select(rows, [keys[row] for row in rows])
-            groups = group_rows(some, TreeRule(self.over, frozenset({END})), are_cut)
+            groups = group_rows(some, TreeRule(self.over, frozenset({END})), is_cut)
             self.known[asked] = [group.renumbered(dict(enumerate(rows))) for group in groups]
         return self.known.get(asked, [])
 
