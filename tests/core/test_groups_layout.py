@@ -248,7 +248,8 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     nothing = layout.reading(torch.zeros_like(is_read))
     assert nothing.reads.places.tolist() == [4] and nothing.head_tokens.tolist() == [8]
     source = build_layout(groups[1:], [0, 7, 14, 20], "phase_a")
-    wave = build_layout(groups[1:], [0, 7, 14, 20], "wave", source).reading(torch.zeros_like(is_read))
+    (wave,) = make_waves(groups[1:], 99)
+    wave = build_layout(wave, [0, 7, 14, 20], "wave", source).reading(torch.zeros_like(is_read))
     assert wave.reads.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
 
 

@@ -150,7 +150,7 @@ def test_the_fused_merge_writes_what_the_one_in_torch_does_and_takes_fp32_alone(
 def test_a_pass_asks_for_a_kernel_of_its_tensors_and_keeps_nothing_unasked(monkeypatch):
     asked = []
     monkeypatch.setattr(attention, "choose_kernel", lambda *args, **options: asked.append((args, options)) or reference)
-    layout = Layout(torch.arange(5), 0, (calls.Segment(5),))
+    layout = Layout(torch.arange(5), (calls.Segment(5),))
     one, q, k = AttentionPass(layout, "reference"), torch.randn(5, 4, 24), torch.randn(5, 2, 24)
     one.attend(0, q, k, k, None, AttentionParams(0.2))
     one.attend(1, q, k, k, None, AttentionParams(0.2, softcap=5.0))

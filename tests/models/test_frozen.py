@@ -21,6 +21,7 @@ from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import build_layout
+from verl_prefix.core.planning import make_waves
 from verl_prefix.core.prefix_cache import PrefixCache
 
 SHAPE = [(23, [9, 17, 5]), (7, [13, 4]), (1, [6, 30])]
@@ -180,7 +181,7 @@ def test_a_wave_that_needs_no_gradient_sends_back_those_of_its_prefix(anchored):
     prefix = [x[:prefix_len].clone().requires_grad_() for x in rows[1:]]
     cache = PrefixCache()
     cache.capture(0, *prefix)
-    wave = build_layout([group], [0, 20], "wave", build_layout([group], [0, 20], "phase_a"))
+    wave = build_layout(*make_waves([group], 99), [0, 20], "wave", build_layout([group], [0, 20], "phase_a"))
     q, k, v = (x[prefix_len:] for x in rows)
     anchor = cache.anchors[0] if anchored else None
     out = GroupedAttention.apply(q, k, v, None, wave, cpu, AttentionParams(0.3), (cache,), 0, None, anchor)

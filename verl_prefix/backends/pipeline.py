@@ -26,19 +26,17 @@ from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.plan import PhasedPass, Plan
 from verl_prefix.core.prefix_cache import PrefixCache
-from verl_prefix.core.schedule import wave_layouts
+from verl_prefix.core.schedule import PhaseA, wave_layouts
 from verl_prefix.models.mcore import unwrapped
 from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
 
 
 class _Begun(NamedTuple):
-    """A phased pass between its phases A and C: what it `read` of the stage before, and its output here."""
+    """A phased pass between its phases A and C, and what it `read` of the stage before."""
 
     planned: PhasedPass
-    layout: Layout
-    cache: PrefixCache
+    phase_a: PhaseA
     read: torch.Tensor | None
-    output: torch.Tensor
 
 
 class _MicroBatch(NamedTuple):
@@ -66,9 +64,9 @@ class PipelineSchedule(MegatronSchedule):
                 with ExitStack() as caches:
                     begun = [self._begin(tokens, planned, stages, caches) for planned in phased]
                     micro_batches += [
-                        _MicroBatch(layout, (phase_a.cache,), ("phase_b", part))
-                        for phase_a in begun
-                        for layout, part in wave_layouts(tokens, phase_a.planned, phase_a.layout)
+                        _MicroBatch(layout, phase_a.caches, ("phase_b", part))
+                        for planned, phase_a, _ in begun
+                        for layout, part in wave_layouts(tokens, planned, phase_a.layout)
                     ]
                     groups = [group for micro_batch in micro_batches for group in micro_batch.layout.groups]
                     with ExitStack() as measured:
@@ -85,9 +83,9 @@ class PipelineSchedule(MegatronSchedule):
         cache = caches.enter_context(self.prefix_cache(tokens.input_ids.device))
         read = stages.receive_hidden()
         stages.take(read)
-        layout, output = self.phase_a(tokens, planned, cache)
-        stages.send_hidden(output)
-        return _Begun(planned, layout, cache, read, output)
+        phase_a = self.phase_a(tokens, planned, cache)
+        stages.send_hidden(phase_a.output)
+        return _Begun(planned, phase_a, read)
 
     def _run_1f1b(self, tokens: TokenBatch, micro_batches: Sequence[_MicroBatch]) -> None:
         """Runs forwards and backwards of packed passes and waves in mcore's order."""
@@ -118,8 +116,9 @@ class PipelineSchedule(MegatronSchedule):
         stage sends it."""
         if self.backward is None:
             return
-        grad = stages.receive_gradient(begun.output)
-        if begun.output.requires_grad:
+        output, (cache,) = begun.phase_a.output, begun.phase_a.caches
+        grad = stages.receive_gradient(output)
+        if output.requires_grad:
             with self.meter.phase("phase_c", begun.planned.groups, device):
-                begun.cache.backward(begun.output, grad)
+                cache.backward(output, grad)
         stages.send_gradient(begun.read)

@@ -49,8 +49,8 @@ class AttentionPass:
             Where an expert is negative, its router chooses, and writes its choice there; on Megatron also where these
             are not k different experts. None: routers choose.
         kept: attention outputs that wait for backward; None: they are not kept.
-        num_calls: number of calls of `attend` and of recurrent layers so far. Compared before and after a forward, it
-            shows a model that bypasses them.
+        num_calls: number of calls of `attend`, and of recurrent layers, which these count themselves
+            (`models.recurrent`). Compared before and after a forward, it shows a model that bypasses them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class AttentionPass:
         Under sequence parallelism T counts this rank's tokens of the packed row.
 
         Raises:
-            ValueError: the kernel that was asked for cannot run such inputs (`kernels.choose_kernel`).
+            ValueError: no kernel can run such inputs, or not the one that was asked for (`kernels.choose_kernel`).
             RuntimeError: the layer runs a second time in one forward.
         """
         in_backward = torch._C._current_graph_task_id() >= 0  # where gradient checkpointing runs a layer again

@@ -1,7 +1,7 @@
 """Segments of a packed row -> kernel calls: which queries read which keys.
 
 In the causal call every segment reads itself. In cross calls segments read the prefix tokens before them: neighbours
-with the same path are one block, and a block's path is copied where it is not one run of tokens.
+with the same path are one block. The keys of a cross call are copied unless they are one run of tokens of one level.
 """
 
 import functools
@@ -177,7 +177,8 @@ class Call(NamedTuple):
     prefixes: tuple[PrefixKeys, ...] = ()
 
     def keys(self, levels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Keys or values [n, K, D] of the call; `levels` are [P, K, D] of each level, the packed row's last."""
+        """Keys or values [n, K, D] of the call, of `levels`: [P, K, D] of each phase A around, and last those of the
+        packed row itself, [T, K, D]."""
         own = levels[-1]
         if not self.prefixes:  # then `self.own` is all of them
             return own
@@ -191,7 +192,21 @@ class Call(NamedTuple):
         return keys
 
 
-Block = list[tuple[int, Segment]]  # (first token in the packed row, segment) of neighbours with the same path
+class Block(NamedTuple):
+    """Neighbours with the same path.
+
+    Attributes:
+        members: (first token in the packed row, number of tokens) of each segment.
+    """
+
+    path: Path
+    members: list[Run]
+
+    @property
+    def path_len(self) -> int:
+        return sum(length for _, length in self.path)
+
+
 # The most keys that a call of several blocks may copy: 16 MiB of keys and values at 8 heads of 128 in bf16, and in
 # backward four times as much, where flash-attn repeats them per query head. The keys of one block may need no copy.
 _MAX_COPIED = 2**12
@@ -233,17 +248,17 @@ def _cross_calls(
     near: Sequence[tuple[int, Segment]], params: AttentionParams, device: torch.device, level_starts: Sequence[int]
 ) -> Iterator[Call]:
     """Yields the calls in which near segments, each after its first token's number, read their paths."""
-    all_blocks = [list(block) for _, block in groupby(near, key=lambda item: item[1].path)]
+    by_path = groupby(near, key=lambda item: item[1].path)
+    all_blocks = [Block(path, [(start, segment.length) for start, segment in items]) for path, items in by_path]
     for blocks in _blocks_of_calls(all_blocks, level_starts):
-        paths = [_path_of(block) for block in blocks]
-        members = [member for block in blocks for member in block]
+        members = [member for block in blocks for member in block.members]
         spans = Spans(
-            (0, *accumulate(sum(s.length for _, s in block) for block in blocks)),
-            (0, *accumulate(sum(n for _, n in path) for path in paths)),
-            q_segments=(0, *accumulate(s.length for _, s in members)),
+            (0, *accumulate(sum(n for _, n in block.members) for block in blocks)),
+            (0, *accumulate(block.path_len for block in blocks)),
+            q_segments=(0, *accumulate(n for _, n in members)),
         )
-        queries = _token_index([(start, s.length) for start, s in members], device)
-        by_level = _by_level([run for path in paths for run in path], level_starts)
+        queries = _token_index(members, device)
+        by_level = _by_level([run for block in blocks for run in block.path], level_starts)
         prefixes = []
         for level, (at, tokens) in by_level.items():
             keys = _token_index(tokens, device)
@@ -297,19 +312,15 @@ def _after_tails(
 def _blocks_of_calls(blocks: Sequence[Block], level_starts: Sequence[int]) -> Iterator[Sequence[Block]]:
     """Yields the blocks of each cross call: all where no key is copied, else one, or several of up to `_MAX_COPIED`."""
     first, num_keys = 0, 0
-    runs = [run for block in blocks for run in _path_of(block)]
+    runs = [run for block in blocks for run in block.path]
     if blocks and not (_is_one_run(runs) and len(_by_level(runs, level_starts)) == 1):
         for i, block in enumerate(blocks):
-            num_keys += block[0][1].path_len
+            num_keys += block.path_len
             if i > first and num_keys > _MAX_COPIED:
                 yield blocks[first:i]
-                first, num_keys = i, block[0][1].path_len
+                first, num_keys = i, block.path_len
     if blocks:
         yield blocks[first:]
-
-
-def _path_of(block: Block) -> Path:
-    return block[0][1].path
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

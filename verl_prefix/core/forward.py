@@ -16,7 +16,7 @@ from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
 
 # (numbers of tokens [n], their logits [n, vocabulary]) -> what the loss needs of each token [n, k]: the pass's outputs.
-# `PackedForward` numbers tokens by their places in the batch. A model knows no places, and counts its head tokens.
+# The numbers are places in the batch for `PackedForward.of_logits`, and indices into `head_tokens` for a model.
 LogitsFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LOGITS_CHUNK = 4096  # tokens whose logits exist at once, where nobody says otherwise
 _OUTPUTS = "outputs"  # key of the prefix cache: outputs of strand tokens
@@ -38,7 +38,7 @@ class Pixels(Protocol):
     """Images and videos of a vision model's rows (`models.vision.PixelBatch`)."""
 
     def of(self, groups: Sequence[Group], device: torch.device, tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Visual arguments of the model's forward, for a packed row that begins with the prefixes of `groups`; with
+        """Visual arguments of the model's forward, for a packed row that begins with the own strands of `groups`; with
         `tokens` ([t] int64, in host memory) only for these tokens of the packed row."""
 
 
@@ -189,8 +189,7 @@ class PackedForward:
         attention_pass.head_tokens = head_tokens
         head_places = places[head_tokens]
         of_head = of_logits and (lambda numbers, logits: of_logits(head_places[numbers], logits))
-        prefixes = () if layout.kind == "wave" else layout.groups
-        pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
+        pixels = tokens.pixels and tokens.pixels.of(layout.groups, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
             tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=head_tokens,
             attention_pass=attention_pass, of_logits=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
@@ -209,5 +208,6 @@ def _record(tokens: TokenBatch, attention_pass: AttentionPass) -> None:
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """The `LogitsFn` of a dummy, which gives a gradient to the same parameters as a real pass on other ranks."""
+    """The `LogitsFn` of forwards whose outputs nobody reads, beside ranks whose outputs are read: it gives a gradient
+    to the same parameters as theirs."""
     return logits.sum(-1, keepdim=True)

@@ -31,8 +31,8 @@ class Fork(NamedTuple):
     """Where a row leaves the strands.
 
     Attributes:
-        strand: index of the strand in which the row's shared tokens end; -1: it shares none.
-        start: number of the row's tokens that it shares; its suffix begins after them.
+        strand: index of the strand in which the row's strand tokens end; -1: it has none.
+        start: number of the row's tokens that strands have; its suffix begins after them.
     """
 
     strand: int
@@ -49,12 +49,11 @@ class Group:
 
     Attributes:
         rows: numbers of the rows in the batch.
-        suffix_lens: S of each row.
-        strands: every strand after its parent; none where the rows share nothing.
+        suffix_lens: number of suffix tokens of each row.
+        strands: every strand after its parent; none where no token comes before the suffixes.
         forks: of each row.
         first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.
-        outer: number of the strands, the first ones, that the phases A around this pass compute; 0 where no passes
-            nest.
+        outer: number of the strands, the first ones, that phases A around this pass compute: all of them in a wave.
     """
 
     rows: tuple[int, ...]

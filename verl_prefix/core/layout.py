@@ -50,7 +50,6 @@ class Layout:
 
     Attributes:
         places: [T] int64, where each token stands in the batch's flat values.
-        num_strand_tokens: the first tokens, which are strands.
         segments: the strands, then the suffixes.
         groups: the groups whose rows it computes; none in a dummy.
         strand_starts: where each strand of the prefix source begins in it, by the place of the strand's first token.
@@ -63,7 +62,6 @@ class Layout:
     """
 
     places: torch.Tensor
-    num_strand_tokens: int
     segments: tuple[Segment, ...]
     groups: tuple[Group, ...] = ()
     strand_starts: Mapping[int, int] = field(default_factory=dict)
@@ -77,6 +75,11 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         return len(self.places)
+
+    @functools.cached_property
+    def num_strand_tokens(self) -> int:
+        """Number of the first tokens, which are strands."""
+        return sum(segment.length for segment in self.segments[: self.num_strands])
 
     @property
     def sources(self) -> "tuple[Layout, ...]":
@@ -97,7 +100,7 @@ class Layout:
     def multiplicity(self) -> torch.Tensor:
         """[T] int64: how many rows with outputs contain each token; 0 in a dummy."""
         counts = []
-        for group in self.groups if self.num_strand_tokens else ():
+        for group in self.groups:
             steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]
             for fork, num_outputs in zip(group.forks, group.output_lens, strict=True):
                 for strand, start, end in group.strands_before(fork) if num_outputs else ():
@@ -152,8 +155,8 @@ def pass_order(groups: Sequence[Group]) -> list[Group]:
     return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.num_strand_tokens == 0)
 
 
-class _Row(NamedTuple):
-    """A row of a packed row.
+class _MemberRow(NamedTuple):
+    """A row of the batch whose suffix or strands a packed row has.
 
     Attributes:
         offset: the place of its first token.
@@ -177,14 +180,15 @@ def build_layout(
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        around: for a wave or a nested pass: the packed row of the phase A around it, which has strands of these groups.
+        around: for a wave or a nested pass: the packed row of the phase A around it, which has the `outer` strands of
+            these groups.
     """
     strand_starts = dict(around.strand_starts) if around else {}
     own_start = end = around.own_start + around.num_strand_tokens if around else 0
     strands, suffixes, rows = [], [], []
     for group in groups:
         places = [int(offsets[strand.row]) + strand.start for strand in group.strands]
-        own = [*zip(places, group.strands, strict=True)][group.outer :] if kind != "wave" else []
+        own = [*zip(places, group.strands, strict=True)][group.outer :]
         for place, strand in own:
             strand_starts[place] = end
             end += strand.end - strand.start
@@ -194,21 +198,20 @@ def build_layout(
         for row, fork, suffix_len, first_output in zip(
             group.rows, group.forks, group.suffix_lens, group.first_outputs, strict=True
         ):
-            rows.append(_Row(int(offsets[row]), fork.start, suffix_len, first_output, paths[fork]))
+            rows.append(_MemberRow(int(offsets[row]), fork.start, suffix_len, first_output, paths[fork]))
             if suffix_len:
                 suffixes.append((int(offsets[row]) + fork.start, Segment(suffix_len, paths[fork])))
     computed = [*strands, *(suffixes if kind != "phase_a" else ())]
     if not computed:
-        return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), strand_starts=strand_starts, kind=kind)
+        return Layout(torch.zeros(1, dtype=torch.int64), (Segment(1),), strand_starts=strand_starts, kind=kind)
     state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > own_start}
     return Layout(
         places=ranges([(place, segment.length) for place, segment in computed]),
-        num_strand_tokens=end - own_start,
         segments=tuple(segment for _, segment in computed),
         groups=tuple(groups),
         strand_starts=strand_starts,
         reads=_reads(rows, (*(around.level_starts if around else ()), own_start), end - own_start, kind),
-        state_paths=tuple(sorted(state_paths, key=end_of)) if kind != "wave" else (),
+        state_paths=tuple(sorted(state_paths, key=end_of)),
         around=around,
         num_strands=len(strands),
         kind=kind,
@@ -230,7 +233,7 @@ def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
     return paths
 
 
-def _reads(rows: Sequence[_Row], level_starts: Sequence[int], num_strand_tokens: int, kind: Kind) -> Reads | None:
+def _reads(rows: Sequence[_MemberRow], level_starts: Sequence[int], num_strand_tokens: int, kind: Kind) -> Reads | None:
     """The outputs that rows read; None where they read the outputs of all suffix tokens, or nothing. A phase A reads
     only outputs that it computes.
 

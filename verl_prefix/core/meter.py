@@ -16,8 +16,8 @@ class Meter:
     """What a schedule's runs took.
 
     Args:
-        measure_peak: measures `phase_b_peak`, on CUDA alone. It resets the device's peak statistics, which other code
-            may read.
+        measure_peak: measures `phase_b_peak`, which needs CUDA. It resets the device's peak statistics, which other
+            code may read.
 
     Attributes:
         phase_b_peak: the most bytes allocated between phase A and its phase C; None: not measured.

@@ -25,7 +25,7 @@ from verl_prefix.core.host_memory import HostCopies
 from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors
 
 TINY_BYTES = 4 << 10  # a smaller storage frees too little to be worth a copy's latency
-AHEAD = 1 / 16  # the share of all bytes on the host that returns before backward asks: two of 32 layers
+AHEAD = 1 / 16  # of all bytes on the host, the share that may be back at a time before backward asks: two of 32 layers
 
 
 def device_room(device: torch.device) -> int:
@@ -62,9 +62,9 @@ class _Shelved:
 class Shelf(MutableMapping[Key, Tensors]):
     """Tensors of layers in host memory: the device has those of the layer asked for last, and of the next one.
 
-    Layers are asked for in ascending or in descending order. Some tensors stay on the device: states of recurrent
-    layers, which are small and held by a wave's graph; tensors of another device or of mixed dtypes; and what the host
-    has no room for.
+    Layers are asked for in ascending or in descending order. Some tensors stay on the device: outputs, and states of
+    recurrent layers, which are small and held by a wave's graph; tensors of another device or of mixed dtypes; and what
+    the host has no room for.
 
     Args:
         copies: host memory, and copies to it and back.
@@ -286,10 +286,12 @@ class OffloadedPrefixCache(PrefixCache):
         dormant.num_waiting -= 1
         if dormant.num_waiting == 0:
             self._asked(dormant)
+            self._copies.wait(dormant.ready)  # a copy back that nobody asked for may still write
             dormant.on_device, self._has_freed = None, True
 
     def _prefetch(self) -> None:
-        """Brings storages back before backward asks for them: at a time one, or at most `AHEAD` of all bytes."""
+        """Brings storages back before backward asks for them. What is back and not yet asked for is at any time one
+        storage, or at most `AHEAD` of all bytes."""
         room: int | None = None  # asking the driver takes longer than all else here
         self._has_freed = False
         while self._returning:

@@ -36,8 +36,8 @@ class PhasedPass:
     wave, there are dummies as in `PackedPass`.
 
     Passes may be nested in it. They run before phase C, read strands of phase A and of all phases A around it, and
-    compute the strands that follow. Then the groups here are made by `Group.for_phase_a`, and those of nested passes by
-    `Group.for_nested_pass`.
+    compute the strands that follow. `make_plan` gives a pass waves or nested passes, never both. With nested passes,
+    the groups here are made by `Group.for_phase_a`, and theirs by `Group.for_nested_pass`.
 
     Attributes:
         groups: the groups whose prefixes phase A computes, with the rows of nested passes.

@@ -35,8 +35,9 @@ def make_plan(
     Args:
         groups: all groups of the rank's rows.
         budget: physical tokens of one pass (verl's ppo_max_token_len_per_gpu).
-        schedule: "packed": every group in as few packed passes as its pieces need. "phased": phase A, waves, phase C
-            for all. "auto": packed where the whole group fits the budget, phased where it does not.
+        schedule: "packed": all groups in packed passes; a group that exceeds the budget is cut into pieces. "phased":
+            phase A, waves, phase C for all. "auto": packed where the whole group fits the budget, phased where it does
+            not.
         wave_tokens: the most suffix tokens of one wave. Waves are smaller where prefixes, whose graph stays alive,
             leave less of the budget. None: what prefixes leave.
         offload: prefixes wait in host memory during the waves, and do not count.
@@ -61,7 +62,7 @@ def make_plan(
     for group in phased_groups:
         pieces = _pieces(group, room, suffixes=False)
         nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
-        if nesting and nesting.is_better(*_one_level(pieces, budget, wave_tokens, offload)):
+        if nesting and nesting.is_better(*_one_level(pieces, budget, wave_tokens, offload, least_wave)):
             nested.append(nesting.passes())
         else:
             to_phase += pieces
@@ -159,7 +160,8 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
                 used = 0
             used += num_tokens
             waves[-1][number] = waves[-1].get(number, (start, end))[0], end
-    return tuple(tuple(groups[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
+    outer = [replace(group, outer=len(group.strands)) for group in groups]  # phase A computes all strands
+    return tuple(tuple(outer[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
 
 
 def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
@@ -170,18 +172,20 @@ def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[li
         yield from first_fit(members, lambda group: group.num_strand_tokens, min(room, budget - longest))
 
 
-def _one_level(pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool) -> tuple[int, int]:
+def _one_level(
+    pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool, least_wave: int
+) -> tuple[int, int]:
     """Tokens and number of forwards of a group whose pieces are each a phased pass."""
     tokens, forwards = 0, 0
     for piece in pieces:
-        left = max(budget - (0 if offload else piece.num_strand_tokens), 1)
+        left = max(budget - (0 if offload else piece.num_strand_tokens), least_wave)
         tokens += piece.num_physical_tokens
         forwards += 1 + len(make_waves([piece], min(wave_tokens or left, left)))
     return tokens, forwards
 
 
 def limit_waves(plan: Plan, tokens: int) -> Plan:
-    """The plan with waves of at most `tokens` suffix tokens, or of one row; no wave becomes larger.
+    """The plan with waves of at most `tokens` suffix tokens, or of one row. No pass's largest wave grows.
 
     Args:
         plan: as of `make_plan`, before `pad_to_same_passes`.

@@ -1,7 +1,7 @@
 """Prefix cache (what suffixes read of their prefixes, detached) and grad cache (gradients that they send back).
 
-Phase A fills the prefix cache. Phase B reads it and adds to the grad cache. Phase C runs one prefix backward from the
-grad cache. Leaving the context frees both, also after an exception.
+Phase A fills the prefix cache. Waves and nested passes read it and add to the grad cache. Phase C runs one prefix
+backward from the grad cache. Leaving the context frees both, also after an exception.
 """
 
 from collections.abc import Hashable, MutableMapping
@@ -19,7 +19,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 class PrefixCache:
     """Tensors that phase A leaves for suffixes, by key: keys and values [P, K, D] of all prefix tokens; states
-    [N, ...] of recurrent layers (`core.recurrence`); outputs [m, k] of prefix tokens.
+    [M, ...] of recurrent layers (`core.recurrence`); outputs [m, k] of prefix tokens.
 
     The grad cache is fp32 whatever the model's dtype is (fp64 for fp64), since every wave adds to it.
 
@@ -57,8 +57,8 @@ class PrefixCache:
         Args:
             key: the layer's.
             tensors: what suffixes read.
-            beside: outputs with which phase A goes on, where these are not stored. They join the node of `tensors` in
-                the graph, which backward would else never visit.
+            beside: outputs that the layer returns, where these are not stored. Phase C reaches the layer through them.
+                So they join the autograd node of `tensors`.
 
         Returns:
             The same tensors, then `beside`. Backward through any of them adds the grad cache to the gradients of
@@ -96,11 +96,11 @@ class PrefixCache:
         return self._stored[key]
 
     def add_grad(self, key: Key, at: slice | torch.Tensor, *grads: torch.Tensor) -> None:
-        """Phase B: adds a wave's gradients to the grad cache.
+        """Before phase C: adds gradients of a wave or a nested pass to the grad cache.
 
         Args:
             key: the layer's.
-            at: which tokens or states the wave has read.
+            at: which tokens or states it has read.
             grads: their gradients, for each tensor of `key`.
         """
         if key not in self._grad:
@@ -158,7 +158,7 @@ class _JoinGradCache(torch.autograd.Function):
 
 
 class ReadPrefix(torch.autograd.Function):
-    """What a layer left [N, ...], at `index` [n] int64, which may repeat -> [n, ...].
+    """What a layer left [m, ...], at `index` [n] int64, which may repeat -> [n, ...].
 
     Gradients add up in fp32 (fp64). In a wave, which has a `cache`, they go to the grad cache; else through autograd to
     what the layer left."""

@@ -1,6 +1,6 @@
 """Recurrent layers (linear attention, state spaces, short convolutions): a suffix starts from its prefix's state.
 
-    scan          strands -> a state after each [N, ...]; what continues a strand starts from its state
+    scan          strands -> a state [M, ...] after each state path; what continues such a path starts from its state
     convolution   [tail | P] [tail | S] [tail | S]      tail: the last width - 1 inputs before the segment, or zeros
 
 Attention hands on the keys and values of P tokens; these layers hand on one state. A packed pass computes prefixes and
@@ -19,7 +19,7 @@ from verl_prefix.core.calls import Spans, end_of
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, ReadPrefix
-from verl_prefix.core.states import Segments
+from verl_prefix.core.states import SegmentKind
 
 
 class Scanned(NamedTuple):
@@ -133,7 +133,7 @@ def shared_conv(
 
 
 def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int, inherited: torch.Tensor | None) -> torch.Tensor:
-    """[states, tail_len, D]: the last inputs of x [T, D] on each of the layout's `state_paths`, with zeros in front
+    """[M, tail_len, D]: the last inputs of x [T, D] on each of the layout's `state_paths`, with zeros in front
     where there are fewer; `inherited` [strands, tail_len, D] are the inputs before strands that continue strands of
     passes around."""
     index = layout.states.last_tokens(tail_len, x.device)
@@ -145,13 +145,13 @@ def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int, inherited: torc
 
 
 def _initial_states(
-    attention_pass: AttentionPass, key: Key, own: torch.Tensor | None, of: Segments, device: torch.device
+    attention_pass: AttentionPass, key: Key, own: torch.Tensor | None, of: SegmentKind, device: torch.device
 ) -> torch.Tensor | None:
     """The state [n, ...] from which each of the pass's n strands or suffixes starts. It is zeros for a segment that
     starts from no state, and for a strand that continues another strand of this pass. None: all are zeros.
 
     Args:
-        own: [N, ...], states that the packed row's own strands leave; None where no segment starts from these.
+        own: [M, ...], states that the packed row's own strands leave; None where no segment starts from these.
     """
     layout, caches = attention_pass.layout, attention_pass.caches
     total = layout.num_strands if of == "strands" else len(layout.states.suffixes.lens)

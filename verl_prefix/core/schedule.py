@@ -25,11 +25,12 @@ Step = Callable[[Layout, torch.Tensor], torch.Tensor]
 
 
 @dataclass(eq=False)
-class _PhaseA:
+class PhaseA:
     """A phase A that is done, until its phase C.
 
     Attributes:
-        layout, output: as of `Schedule.phase_a`.
+        layout: its packed row.
+        output: the model's, see `PackedForward.phase_a`.
         caches: the caches of the phases A around it, and its own, which is the last.
     """
 
@@ -95,25 +96,24 @@ class Schedule:
 
     @contextmanager
     def _phases_a_and_c(
-        self, tokens: TokenBatch, planned: PhasedPass, around: _PhaseA | None, last: bool
-    ) -> Iterator[_PhaseA]:
+        self, tokens: TokenBatch, planned: PhasedPass, around: PhaseA | None, last: bool
+    ) -> Iterator[PhaseA]:
         device = tokens.input_ids.device
         with self.prefix_cache(device) as cache:
-            layout, output = self.phase_a(tokens, planned, cache, around)
-            done = _PhaseA(layout, output, (*(around.caches if around else ()), cache))
+            done = self.phase_a(tokens, planned, cache, around)
             yield done
-            if output.requires_grad:
+            if done.output.requires_grad:
                 with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
-                    cache.backward(output)
+                    cache.backward(done.output)
 
     def _packed(
-        self, tokens: TokenBatch, planned: PackedPass, around: _PhaseA | None, last: bool
+        self, tokens: TokenBatch, planned: PackedPass, around: PhaseA | None, last: bool
     ) -> Generator[PassOutputs]:
         layout = build_layout(planned.groups, tokens.offsets, around=around.layout if around else None)
         with self.meter.phase("packed", planned.groups, tokens.input_ids.device), self.gradient_sync(last):
             yield self.forward.packed_or_wave(tokens, layout, around.caches if around else ())
 
-    def _between(self, tokens: TokenBatch, planned: PhasedPass, done: _PhaseA, last: bool) -> Generator[PassOutputs]:
+    def _between(self, tokens: TokenBatch, planned: PhasedPass, done: PhaseA, last: bool) -> Generator[PassOutputs]:
         """Waves and nested passes, between phases A and C."""
         device = tokens.input_ids.device
         # Where only lm_head is trained there is no phase C, and the backward before it is the last one.
@@ -136,9 +136,9 @@ class Schedule:
         return OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache()
 
     def phase_a(
-        self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, around: _PhaseA | None = None
-    ) -> tuple[Layout, torch.Tensor]:
-        """Runs the prefixes of a pass; returns their packed row and the model's output, see `PackedForward.phase_a`."""
+        self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, around: PhaseA | None = None
+    ) -> PhaseA:
+        """Runs the prefixes of a pass, which `cache` gets."""
         layout_around, caches = (around.layout, around.caches) if around else (None, ())
         layout = build_layout(planned.groups, tokens.offsets, "phase_a", layout_around)
         with self.meter.phase("phase_a", planned.groups, tokens.input_ids.device), cache.saving():
@@ -147,7 +147,7 @@ class Schedule:
             output = self.forward.phase_a(
                 tokens, layout, cache, with_head=planned.reads_strands, offloads=self.offload, around=caches
             )
-        return layout, output
+        return PhaseA(layout, output, (*caches, cache))
 
 
 def wave_layouts(tokens: TokenBatch, planned: PhasedPass, around: Layout) -> Iterator[tuple[Layout, str]]:

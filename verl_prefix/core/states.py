@@ -10,10 +10,10 @@ import torch
 
 from verl_prefix.core.calls import Path, Segment, Spans, end_of, last_of, on_device, ranges
 
-Segments = Literal["strands", "suffixes"]
+SegmentKind = Literal["strands", "suffixes"]
 
 
-class Run(NamedTuple):
+class ScanRun(NamedTuple):
     """Tokens of the prefix source that a recurrent layer scans in one go, after which it leaves a state.
 
     Attributes:
@@ -43,23 +43,23 @@ class StateIndex:
         self, strands: Sequence[Segment], suffixes: Sequence[Segment], own_start: int, paths: Sequence[Path],
         around: Sequence["StateIndex"],
     ) -> None:  # fmt: skip
-        self._segments: dict[Segments, Sequence[Segment]] = {"strands": strands, "suffixes": suffixes}
+        self._segments: dict[SegmentKind, Sequence[Segment]] = {"strands": strands, "suffixes": suffixes}
         self._own_start, self._paths, self._around = own_start, paths, around
         bounds = (0, *accumulate(segment.length for segment in suffixes))
         self.suffixes = Spans(bounds, bounds)
         self.numbers = {end_of(path): number for number, path in enumerate(paths)}
-        self._initial: dict[tuple[Segments, torch.device], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+        self._initial: dict[tuple[SegmentKind, torch.device], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         self._last_tokens: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     @functools.cached_property
-    def rounds(self) -> list[tuple[list[Run], Spans]]:
+    def rounds(self) -> list[tuple[list[ScanRun], Spans]]:
         """The strands, cut where a path with a state ends, in rounds: a round starts from states of earlier rounds.
 
         Returns:
             of each round its runs, also as spans. All layers get the same objects, so that kernels can store what they
             derive from them.
         """
-        rounds: list[list[Run]] = []
+        rounds: list[list[ScanRun]] = []
         round_of: dict[int, int] = {}
         ends, end = list(self.numbers), self._own_start
         for segment in self._segments["strands"]:
@@ -68,13 +68,13 @@ class StateIndex:
                 round_of[cut] = round_of.get(after, -1) + 1  # the path of another packed row has its state already
                 if round_of[cut] == len(rounds):
                     rounds.append([])
-                rounds[round_of[cut]].append(Run(start, cut, after))
+                rounds[round_of[cut]].append(ScanRun(start, cut, after))
                 start = after = cut
             assert start == end, "no segment continues the end of this strand"
         bounds = [(0, *accumulate(run.end - run.start for run in runs)) for runs in rounds]
         return [(runs, Spans(lens, lens)) for runs, lens in zip(rounds, bounds, strict=True)]
 
-    def initial(self, of: Segments, device: torch.device) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    def initial(self, of: SegmentKind, device: torch.device) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """Where the initial states of strands or suffixes come from, built once.
 
         Returns:
@@ -96,7 +96,7 @@ class StateIndex:
         return self._initial[of, device]
 
     def last_tokens(self, length: int, device: torch.device) -> torch.Tensor:
-        """[states, length] int64: the last `length` inputs on each path with a state, as codes; built once.
+        """[M, length] int64: the last `length` inputs on each path with a state, as codes; built once.
 
         x > 0: token x - 1 of this packed row. 0: none, the path is shorter. x < 0: input -1 - x of the flattened
         inherited inputs [strands, length]: an input before the strand with which the path enters this packed row.

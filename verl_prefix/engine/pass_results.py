@@ -89,7 +89,7 @@ class PassResults:
         """
         if plan.idle_groups and (self.keeps_model_output or not self._results):
             with torch.no_grad(), self._backend.autocast():
-                nothing = Layout(torch.zeros(0, dtype=torch.int64), 0, (), plan.idle_groups)
+                nothing = Layout(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
                 self.step(nothing, self.token_outputs.empty())
             if len(self._results) > 1:
                 self._results[-1].output["metrics"] = {}

@@ -60,7 +60,8 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
         name: "auto", or a key of `KERNELS`.
 
     Raises:
-        ValueError: unknown name, or the kernel that was asked for cannot run these inputs.
+        ValueError: unknown name; the kernel that was asked for cannot run these inputs; or "auto" finds no fast kernel
+            on CUDA.
     """
     return _chosen(name, device_type, dtype, head_dim, softcap, torch.are_deterministic_algorithms_enabled())
 

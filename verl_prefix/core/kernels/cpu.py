@@ -1,4 +1,7 @@
-"""torch's CPU flash attention, one call per segment. fp64, fp32, bf16 and fp16, any head dim, native GQA."""
+"""torch's CPU flash attention: forward one call per segment, backward one per span, and more under a window.
+
+fp64, fp32, bf16 and fp16, any head dim, native GQA.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -26,7 +29,7 @@ def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD.transpose(0, 1).unsqueeze(0)
 
 
-def _of_torch(
+def _kernel_calls(
     spans: Iterable[tuple[int, int, int, int]], call: Call, dtype: torch.dtype
 ) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
     """(query slice, key slice, is_causal, mask [q, k] or None) of each call of torch's kernel."""
@@ -51,7 +54,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     """See `core.kernels`."""
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-    for query, key, is_causal, mask in _of_torch(call.spans.by_segment(), call, q.dtype):
+    for query, key, is_causal, mask in _kernel_calls(call.spans.by_segment(), call, q.dtype):
         parts = (_heads_first(x) for x in (q[query], k[key], v[key]))
         o, m = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *parts, 0.0, is_causal, attn_mask=mask, scale=call.scale
@@ -68,7 +71,7 @@ def backward(
     q, k, v, out, lse = saved
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
-    for query, key, is_causal, mask in _of_torch(call.spans, call, q.dtype):
+    for query, key, is_causal, mask in _kernel_calls(call.spans, call, q.dtype):
         parts = (_heads_first(x) for x in (dout[query], q[query], k[key], v[key], out[query]))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *parts, lse[:, query].contiguous().unsqueeze(0), 0.0, is_causal, attn_mask=mask, scale=call.scale

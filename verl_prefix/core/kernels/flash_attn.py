@@ -1,6 +1,6 @@
 """The flash-attn packages, in the newest interface that runs the inputs on this GPU: FA4 (flash_attn.cute) on sm_100 to
 sm_11x, FA3 (flash_attn_interface, of tag v2.7.4 or newer) on sm_90, else FA2 (flash_attn 2.7.4 or newer). bf16 and
-fp16, head dim up to 256, softcap. A package is imported where it is called, since the import takes seconds.
+fp16, head dim up to 256, softcap. Packages are imported when a kernel is chosen, since that takes seconds.
 
 No machine of ours has run this file: its tests bind every call to the packages' own signatures and stand in for what
 they compute (tests/core/test_flash_attn_package.py).

@@ -238,7 +238,7 @@ def _whole_rows(batch: Batch, lean: bool, attention: str, rows: Sequence[tuple[i
     extra: dict[str, Any] = {}
     if attention == ATTENTION_NAME:
         segments = tuple(Segment(end - start) for start, end, _ in rows)
-        extra["prefix_pass"] = AttentionPass(Layout(index, 0, segments), "auto")
+        extra["prefix_pass"] = AttentionPass(Layout(index, segments), "auto")
     if not lean:
         return Forward(ids, positions, token_index=index, kept=None, extra=extra)
     # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.

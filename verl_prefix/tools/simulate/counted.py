@@ -40,12 +40,11 @@ class CountedForward(PackedForward):
 
 def _read_around(layout: Layout, group: Group) -> int:
     """How many outputs rows read of strands that packed rows around this one compute."""
-    around = len(group.strands) if layout.kind == "wave" else group.outer
     return sum(
         max(end - max(start, first), 0)
         for fork, first in zip(group.forks, group.first_outputs, strict=True)
         for strand, start, end in group.strands_before(fork)
-        if strand < around
+        if strand < group.outer
     )
 
 

@@ -264,7 +264,7 @@ class Simulation:
         job, lengths = self.job, [self.lengths[row] for row in batch]
         pieces = [torch.arange(self.offsets[row], self.offsets[row + 1]) for row in batch]
         index = torch.cat(pieces)
-        layout = Layout(index, 0, tuple(map(Segment, lengths)))
+        layout = Layout(index, tuple(map(Segment, lengths)))
         attention = AttentionPass(layout, self.kernel)
         if self.group is not None:
             attention.shards = shards = CountedShards(self.group, layout, torch.device(self.device))
