@@ -604,3 +604,22 @@ def test_host_room_leaves_an_eighth_of_machine_and_container(monkeypatch, tmp_pa
     (tmp_path / "memory.current").write_text("500\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100\n")
     assert host_memory.host_room() == 300
+
+
+def test_a_storage_that_is_back_and_never_asked_for_waits_for_its_copy_before_it_is_freed(monkeypatch):
+    """MOCK: the event behind a copy to the device, which on CPU there is none of."""
+    waited, events, to_device = [], [], HostCopies.to_device
+
+    def with_event(self, pieces):
+        events.append(object())
+        return to_device(self, pieces)[0], events[-1]
+
+    monkeypatch.setattr(HostCopies, "to_device", with_event)
+    monkeypatch.setattr(HostCopies, "wait", lambda self, event: waited.append(event))
+    with OffloadedPrefixCache(CPU, Counter()) as cache:
+        with cache.saving():
+            unused = torch.randn(2**12, requires_grad=True).sin()
+        cache._end_waves()
+        assert len(events) == 1 and not waited
+        del unused
+        assert waited == events
