@@ -303,3 +303,17 @@ def test_the_stock_path_runs_with_fused_kernels_where_its_engine_was_built_with_
     backend.stock_batch(TensorDict({"input_ids": torch.zeros(1)}, 1), None, forward_only=True)
     (data, *_), _ = backend._engine.run_verls_own.call_args
     assert tu.get_non_tensor_data(data, "use_fused_kernels", None) is fused
+
+
+def _nonfinite_passes(models: dict) -> list[float]:
+    """Of an update on two stages, one of whose rows has a NaN."""
+    engine, _ = _pair(models["qwen3"], {"pipeline_model_parallel_size": 2, "lr": 1e-6}, "packed")
+    data = _rows(engine)
+    data["advantages"].values()[3] = float("nan")
+    with engine.train_mode(disable_auto_offload=True):
+        return engine.train_batch(data, _loss({}))["metrics"]["prefix/nonfinite_passes"]
+
+
+def test_a_pass_that_is_not_finite_counts_once_however_many_stages_it_has(models, ranks):
+    """An optimizer of its own (`lr`): its moments stay. The last stage alone sees losses."""
+    assert ranks(2, models)(_nonfinite_passes) == [[1.0], [1.0]]

@@ -26,8 +26,8 @@ OURS = [PACKAGE / "engine", PACKAGE / "backends"]
 CALLED = ("all_reduce", "all_gather", "all_to_all_single", "all_gather_object")
 # Functions whose collectives these batches do not meet, and the test that does.
 ELSEWHERE = {
-    "HFStockPath._alone": "engine/test_sequence_parallel.py",
-    "HFStockPath._separate_rows": "engine/test_recurrent_engine.py",
+    "FSDPStockPath._alone": "engine/test_sequence_parallel.py",
+    "FSDPStockPath._separate_rows": "engine/test_recurrent_engine.py",
     "MegatronBackend.gradients": "backends/test_megatron.py",
     "PrefixEngine._run_stock": "engine/test_exchange.py",  # under gate_shut
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts

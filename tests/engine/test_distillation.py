@@ -308,6 +308,28 @@ def test_a_micro_batch_of_padding_alone_adds_nothing_on_verls_own_path(ranks, mo
         assert max(errors.values()) <= TOLERANCE, errors
 
 
+def _masked_nan(models: dict) -> list[float]:
+    """Gradient norms of stock and ours, whose teacher has a NaN where response_mask is 0."""
+    tell = tell_update
+
+    def poisoned(data: object, options: dict) -> None:
+        tell(data, options)
+        row = next(row for row, mask in enumerate(data["response_mask"].unbind()) if not mask.all())
+        masked = int((data["response_mask"].unbind()[row] == 0).nonzero()[0])
+        prompt_len = data["input_ids"].unbind()[row].shape[0] - data["response_mask"].unbind()[row].shape[0]
+        data["teacher_logprobs"].unbind()[row][prompt_len + masked - 1] = float("nan")
+
+    given = {"schedule": "packed", "tool_tokens": True, "distillation": ONLY | {"log_prob_min_clamp": None}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "tell_update", poisoned)
+        return [float(_update(backend, models["qwen3"], given)["grad_norm"]) for backend in ("fsdp2", "prefix")]
+
+
+def test_a_nan_of_the_teacher_spoils_an_update_where_its_token_is_masked_as_by_stock(ranks, models):
+    for norms in ranks(1, models)(_masked_nan):
+        assert all(norm != norm for norm in norms), norms
+
+
 def _own_losses(models: dict) -> dict[str, dict]:
     """What is said of updates by losses that are not verl's own."""
     from verl.trainer.distillation import losses

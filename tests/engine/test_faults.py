@@ -23,6 +23,7 @@ from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.backends import hugging_face
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.errors import add_note, annotate_backwards, annotate_errors
 from verl_prefix.core.groups import Group
 from verl_prefix.core.planning import make_plan
@@ -464,6 +465,18 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
         raise torch.OutOfMemoryError("injected")
     (note,) = error.value.__notes__
     assert note.endswith(f"set {advice.replace('{}', 'actor_rollout_ref.actor.prefix')}")
+
+
+@pytest.mark.parametrize(("phase", "advised"), [("packed", "schedule=phased"), ("phase_a", "offload=True")])
+def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
+    plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
+    for options, is_advised in ((PrefixConfig(), True), (PrefixConfig(schedule="phased", offload=True), False)):
+        with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, None, "actor", options):
+            failed = torch.OutOfMemoryError("injected")
+            failed.prefix_phase = phase
+            raise failed
+        (note,) = error.value.__notes__
+        assert (advised in note) == is_advised and "lower ppo_max_token_len_per_gpu" in note
 
 
 @pytest.mark.parametrize(("phase", "key"), [

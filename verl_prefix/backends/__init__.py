@@ -4,8 +4,8 @@ Reading order:
 
     hugging_face        what the backends of FSDP2 and VeOmni have in common
     fsdp                verl's FSDP2 engine, `model_engine=prefix`
-    stock_path          what the stock path of a Hugging Face model needs to be right
-    veomni              verl's VeOmni engine, `model_engine=prefix_veomni`, where verl has its own
+    stock_path          what FSDP2's stock path needs to be right
+    veomni              verl's VeOmni engine, `model_engine=prefix_veomni`, where verl can import its own
     megatron            verl's Megatron engine, `model_engine=prefix_megatron`, likewise
     megatron_schedule   how Megatron runs a plan's passes
     pipeline            the same on the stages of a pipeline

@@ -17,7 +17,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.backends.hugging_face import HFBackend, check_on_rank
-from verl_prefix.backends.stock_path import HFStockPath
+from verl_prefix.backends.stock_path import FSDPStockPath
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import CRITIC, FSDP2
 from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_value_head
@@ -49,8 +49,8 @@ class FSDPBackend(HFBackend):
         self._unfused = unfused
 
     @functools.cached_property
-    def _stock_path(self) -> HFStockPath:
-        return HFStockPath(self._engine, self.ranks, self._unfused, self.replay)
+    def _stock_path(self) -> FSDPStockPath:
+        return FSDPStockPath(self._engine, self.ranks, self._unfused, self.replay)
 
     @property
     def stock_facts(self) -> StockFacts:

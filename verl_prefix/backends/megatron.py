@@ -40,7 +40,7 @@ from verl_prefix.engine.backend import Ranks, Replay, StockFacts
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import flags_of, policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
-from verl_prefix.engine.rows import RECORDS, ROUTES
+from verl_prefix.engine.rows import ROUTES
 from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models.mcore import (
     MegatronModel,
@@ -76,7 +76,8 @@ class MegatronBackend:
         self.ranks = Ranks(
             engine.get_data_parallel_group(), engine.get_data_parallel_rank(), size,
             copies=torch.distributed.get_world_size() // size, slices=slices,
-            slice_group=slice_group if slices > 1 else None, has_outputs=is_last_stage(),
+            slice_group=slice_group if slices > 1 else None,
+            stages=engine.engine_config.pipeline_model_parallel_size, has_outputs=is_last_stage(),
             writes=engine.is_mp_src_rank_with_outputs(),
         )  # fmt: skip
 
@@ -183,9 +184,8 @@ class MegatronBackend:
         return torch.zeros((1, size), dtype=self.dtype, device=get_device_id())
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        data, replays = data.copy(), ROUTES in data.keys() or tu.get_non_tensor_data(data, RECORDS, False)
-        fused = self._engine.engine_config.use_fused_kernels  # as verl's engine was built
-        tu.assign_non_tensor(data, use_fused_kernels=fused, enable_routing_replay=replays)
+        data, fused = data.copy(), self._engine.engine_config.use_fused_kernels  # as verl's engine was built
+        tu.assign_non_tensor(data, use_fused_kernels=fused)
         output: dict[str, Any] = self._engine.run_verls_own(data, loss_function, forward_only)
         return output
 

@@ -1,4 +1,4 @@
-"""The stock path of a Hugging Face model: verl's engine on rows as they come, set so that it computes them right."""
+"""The stock path of FSDP2: verl's engine on rows as they come, set so that it computes them right."""
 
 import logging
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ def replaying(engine: Any, replay: Replay) -> Iterator[None]:
         yield
 
 
-class HFStockPath:
+class FSDPStockPath:
     """The stock path of one engine.
 
     Args:

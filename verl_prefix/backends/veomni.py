@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
 
@@ -25,7 +24,6 @@ from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built, che
 from verl_prefix.engine.backend import StockFacts
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
-from verl_prefix.engine.rows import RECORDS, ROUTES
 from verl_prefix.models import vision
 
 
@@ -51,10 +49,6 @@ class VeOmniBackend(HFBackend):
         )  # fmt: skip
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        data = data.copy()
-        # verl's worker sets the flag for its own batches. Those of ref by the actor and of the self-check need it off.
-        replays = self.replay is not None and (ROUTES in data.keys() or tu.get_non_tensor_data(data, RECORDS, False))
-        tu.assign_non_tensor(data, enable_routing_replay=replays)
         output: dict[str, Any] = self._engine.run_verls_own(data, loss_function, forward_only)
         return output
 
@@ -96,8 +90,8 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
 
     def initialize(self) -> None:
         super().initialize()
-        trained = self.engine_config.freeze_vision_tower and vision.tower_of(self.module).parameters()
-        if any(parameter.requires_grad for parameter in trained or ()):
+        frozen = vision.tower_of(self.module).parameters() if self.engine_config.freeze_vision_tower else ()
+        if any(parameter.requires_grad for parameter in frozen):
             raise RuntimeError(
                 "actor_rollout_ref.actor.freeze_vision_tower=True, and this verl builds its VeOmni model where nobody "
                 "can freeze the tower; remove it"

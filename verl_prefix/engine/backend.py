@@ -3,7 +3,8 @@
 An engine is a class with `PrefixEngine` left of verl's own; its constructor sets `prefix_config`, lets verl's engine
 build, and ends with `set_backend`. Of verl's engine `PrefixEngine` uses `train_batch`, `forward_backward_batch` (by
 `run_verls_own`, which `stock_batch` calls), `initialize`, `load_checkpoint`, `disable_adapter` and `model_config`; of
-its config `ppo_epochs`, and what `config.actor.role_of` reads. A schedule has what `core.schedule.Schedule` has: `run`,
+its config `ppo_epochs`, and what `config.actor.role_of` reads; with `prefix.trace_dir` also `engine_config` and
+`optimizer_config`. A schedule has what `core.schedule.Schedule` has: `run`,
 a `meter`, and `forward.keep_attention`.
 """
 
@@ -36,7 +37,8 @@ class Ranks:
         copies: how many ranks have the same rows: all of one sequence-, tensor- and pipeline-parallel set. A sum over
             ranks counts each of them; who asks for it divides by `copies`.
         slices: how many of the copies cut one packed row among themselves; their group is `slice_group`, None for one.
-        has_outputs: whether this rank sees outputs and losses; the first stages of a pipeline do not.
+        stages: how many stages of a pipeline are among the copies.
+        has_outputs: whether this rank sees outputs and losses, as the last stage alone does.
         writes: True on one of the copies.
     """
 
@@ -46,6 +48,7 @@ class Ranks:
     copies: int = 1
     slices: int = 1
     slice_group: dist.ProcessGroup | None = None
+    stages: int = 1
     has_outputs: bool = True
     writes: bool = True
 
@@ -75,8 +78,8 @@ class StockFacts(NamedTuple):
         why_not_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
             computes whole rows; None: it is right.
         equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows.
-        from_zeros: a packed row begins wherever a position id is 0. Else it begins wherever they do not go up by 1, or
-            nobody reads them.
+        from_zeros: in verl's packed micro-batches a row begins wherever a position id is 0. Else it begins wherever
+            they do not go up by 1, or nobody reads them.
     """
 
     dense_mask: bool

@@ -56,8 +56,8 @@ def _fetch(keys: list[str]) -> list[dict[str, Any]]:
 
     rows, reason = [], None
     try:
-        answer = tq.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=["multi_modal_inputs"])
-        rows = list(answer["multi_modal_inputs"])
+        answer = tq.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=[PIXELS])
+        rows = list(answer[PIXELS])
     except ValueError as error:  # as where none of the keys is there; where only some are missing, the others come back
         reason = error
     if len(rows) != len(keys):

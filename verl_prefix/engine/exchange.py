@@ -75,7 +75,7 @@ def open_exchange(backend: Backend, option: str, batch: BatchRows, trees: TreeRu
     is_cut = travel.place_rows(backend.shape, trees) if travel else None
     computed = travel.send_rows() if travel and travel.moves.any_travels else batch
     with together("grouping rows"):
-        computed = computed.replaced(receive_pixels(computed.data))
+        computed = computed.with_data(receive_pixels(computed.data))
         if is_cut is None:
             is_cut = trees.cuts_rows(computed.uids, computed.keys)
         groups = group_rows(computed, trees, is_cut)

@@ -25,9 +25,8 @@ VALUES = "values"  # what stands for the mode of a critic's loss
 
 
 def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
-    """Returns `loss_mode` of a loss that is verl's own, of rows, or `VALUES`; None for any other loss, even under
-    verl's name. Every loss of distillation that verl has is of rows: a loss of tokens, which agg_loss or vanilla takes
-    (`distillation_loss`)."""
+    """Returns the `loss_mode` of a loss of verl that is a sum over rows, and `VALUES` for a critic's; None for any
+    other loss, even under verl's name. verl's losses of distillation are sums over tokens, and so over rows."""
     if not isinstance(loss, functools.partial) or "config" not in loss.keywords:
         return None
     if loss.func is value_loss:  # of every token by itself, summed by agg_loss
@@ -43,11 +42,6 @@ def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
     return mode if mode in LOSSES_OF_ROWS and is_verls else None
 
 
-def module_of(loss: LossFunction | None) -> str:
-    """The module that a loss, or the function of its partial, is from; "" where nothing says so."""
-    return getattr(getattr(loss, "func", loss), "__module__", None) or ""
-
-
 def zeros_of(metric: Metric) -> Metric:
     """A metric that is aggregated alike, and has as many values, all 0."""
     zeros = metric.init_list()
@@ -59,8 +53,8 @@ def fields_read(function: LossFunction | None, mode: str | None, fields: Set[str
     """Fields of a batch of which loss and outputs are made apart from tokens, so that a NaN can come from them; None:
     all. `mode`: of verl's own loss; `fields`: what any other reads.
 
-    Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>. A top-k loss is clamped where its
-    teacher is not finite.
+    Source: ppo_loss (verl/workers/utils/losses.py), compute_policy_loss_<mode> and distillation_ppo_loss
+    (verl/trainer/distillation/losses.py).
     """
     if function is None:
         return {"temperature"}
@@ -72,8 +66,7 @@ def fields_read(function: LossFunction | None, mode: str | None, fields: Set[str
     if function.keywords["config"].use_kl_loss:
         read |= {"ref_log_prob"}
     if function.func is distillation_ppo_loss:
-        settings = function.keywords["distillation_config"].distillation_loss.loss_settings
-        read |= {"teacher_logprobs"} if settings.use_estimator else set()
+        read |= {"teacher_logprobs"}
     return read - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
 
 
@@ -105,7 +98,8 @@ class Loss:
 
     def tell(self) -> None:
         """Says once what a user's loss does not get."""
-        if self.is_unknown and not module_of(self.function).startswith("verl."):
+        module = getattr(getattr(self.function, "func", self.function), "__module__", None) or ""
+        if self.is_unknown and not module.startswith("verl."):
             warn_once(logger, "prefix: a loss that is not verl's own gets zeros in place of outputs of prompts")
 
     def floats(self, data: TensorDict) -> dict[str, torch.Tensor]:
@@ -147,7 +141,7 @@ class Loss:
     def has_gradient(self, rows: BatchRows, chosen: list[int], group: Any) -> bool:
         """Whether verl's loss of `chosen` rows has a gradient in any of their outputs: at their old log-probs, where
         nothing is clipped, and beside them. No model runs: it takes two losses and their backwards of eight rows
-        each. The first rows with a gradient end it, which verl's own losses allow: none has a collective."""
+        each. The first rows with a gradient end it, since no loss that the config admits here has a collective."""
         for start in range(0, len(chosen), 8):
             batch = rows.select(chosen[start : start + 8])
             micro_batch = self.micro_batch(batch.data, [*range(len(batch))])

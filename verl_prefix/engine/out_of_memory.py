@@ -10,6 +10,7 @@ import torch
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.config.actor import tokens_key
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.errors import add_note
 from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.plan import Plan, largest_wave, most_outputs
@@ -18,16 +19,16 @@ from verl_prefix.core.planning import limit_waves
 _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
 
 
-def _advice(role: str) -> tuple[str, dict[str, str]]:
-    """How a role checkpoints its layers, and what to set where a phase had the error."""
+def _advice(role: str, options: PrefixConfig) -> tuple[str, dict[str, str]]:
+    """How a role checkpoints its layers, and what to set where a phase had the error, beside `options`."""
     model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
     checkpoints = f"set {model}.enable_gradient_checkpointing=True"
     fewer = f"lower {tokens_key(role, False)}"
     if role != "critic":
         fewer += f" (of log-probs {tokens_key(role, True)}) or micro_batch_size_per_gpu"
     return checkpoints, {
-        "packed": f"{fewer}, or set {_PREFIX}.schedule=phased",
-        "phase_a": f"set {_PREFIX}.offload=True, {checkpoints}, or {fewer}",
+        "packed": fewer + f", or set {_PREFIX}.schedule=phased" * (options.schedule != "phased"),
+        "phase_a": f"set {_PREFIX}.offload=True, " * (not options.offload) + f"{checkpoints}, or {fewer}",
         "phase_c": f"{checkpoints}, or {fewer}",
     }
 
@@ -42,17 +43,20 @@ def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
 
 
 @contextmanager
-def out_of_memory_advice(plan: Plan | None, keeps: Memory | None = None, role: str = "") -> Iterator[None]:
+def out_of_memory_advice(
+    plan: Plan | None, keeps: Memory | None = None, role: str = "", options: PrefixConfig | None = None
+) -> Iterator[None]:
     """Context of a plan's passes, or of the self-check's (None): an OutOfMemoryError leaves it with a note on what to
     set.
 
     Args:
         keeps: what the passes keep; None: nobody knows. role: the engine's, as of `config.actor.role_of`.
+        options: the engine's; None: the defaults.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        checkpoints, by_phase = _advice(role)
+        checkpoints, by_phase = _advice(role, options or PrefixConfig())
         largest = largest_wave(plan) if plan else 0
         if plan is None:
             advice = f"that was the self-check, which holds the gradients of two paths; set {_PREFIX}.verify=off"

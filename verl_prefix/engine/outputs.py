@@ -93,8 +93,8 @@ class TokenOutputs:
             self._take_teacher(device)
 
     def _take_teacher(self, device: Any) -> None:
-        """Takes the teacher's rows of suffix tokens to the device. `_teacher_rows`: which is whose; any other token has
-        that of the batch's last one."""
+        """Takes the teacher's rows of suffix tokens to the device. `_teacher_rows` [N] numbers each token's; a token
+        outside of suffixes has the one of the batch's last token."""
         data, offsets = self.rows.data, self.rows.offsets
         spans = zip(offsets, self.rows.prompt_lens, self.rows.response_lens, strict=False)
         places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])

@@ -61,7 +61,7 @@ class PassResults:
         """Does what verl's forward_step does after the model: returns the loss of a pass, and keeps its results.
 
         Args:
-            outputs: [suffix tokens, k].
+            outputs: [outputs that are read, k].
         """
         rows = [row for group in layout.groups for row in group.rows]
         micro_batch = self._loss.micro_batch(self._data, rows)
@@ -83,8 +83,8 @@ class PassResults:
     def finish(self, plan: Plan) -> tuple[list[dict[str, Any]], list[list[int]], int]:
         """Ends the run: returns the output of each pass, its rows, and how many passes had anything not finite.
 
-        Rows with an empty response are in no pass. They get a step of their own where their outputs are wanted. They
-        also get one where this rank has no other row: the metrics of all ranks need the same keys, and equally many
+        Idle groups are in no pass. They get a step of their own where their outputs are wanted. They also get one where
+        this rank has no other row: the metrics of all ranks need the same keys, and equally many
         values of each (`even_out`).
         """
         if plan.idle_groups and (self.keeps_model_output or not self._results):
@@ -130,7 +130,7 @@ class PassResults:
 
 
 def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:
-    """Gives every `Metric`, which has values of the passes with `outputs`, values of `num_passes`. verl averages them
+    """Extends every `Metric` from the values of the passes with `outputs` to those of `num_passes`. verl averages them
     over ranks by position (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's
     own mean to anything else."""
     for name, metric in metrics.items():

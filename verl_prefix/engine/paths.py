@@ -136,7 +136,7 @@ class Paths:
         return WhyStock(reason), metrics
 
     def _bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
-        """Predicts the share of a batch in which the stages of a pipeline wait, as a metric; {} without stages. It is
+        """Predicts the share of a batch in which the stages of a pipeline wait, as a metric; {} with one stage. It is
         said once, of an update."""
         if self.costs.memory.stages == 1:
             return {}

@@ -2,8 +2,8 @@
 
 verl hands the engine a rank's whole mini-batch. The stock path cuts it into micro-batches of rows. Ours groups the
 rows, plans passes over groups (`core.planning`), runs them (`core.schedule`) and computes log-probs, entropy and loss
-of each pass with verl's own functions, on suffix tokens only. What differs from engine to engine of verl is its
-backend's.
+of each pass with verl's own functions, on those tokens alone whose outputs rows read. What differs from engine to
+engine of verl is its backend's.
 """
 
 import functools
@@ -37,7 +37,7 @@ from verl_prefix.engine.outputs import TEACHER, flags_of, is_unscaled
 from verl_prefix.engine.pass_results import PassResults, even_out, same_sums
 from verl_prefix.engine.paths import Paths, WhyStock
 from verl_prefix.engine.rows import RECORDS, ROUTES, BatchRows
-from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics, plan_metrics
+from verl_prefix.engine.step_metrics import StepMetrics, num_dead, plan_metrics
 from verl_prefix.engine.together import together
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models.messages import end_tokens
@@ -56,10 +56,10 @@ class PrefixEngine:
 
     prefix_config: PrefixConfig
     backend: Backend
-    trees: TreeRule
+    tree_rule: TreeRule
     _role: str  # as of `config.actor.role_of`
     _trace: TraceWriter | None = None
-    _update_meter: Meter  # of the last update, until one had waves; then it stays
+    _update_meter: Meter  # of the last update, until one measured the peak of its waves; then it stays
     _routers_choose = False  # True: ignore the batch's routes, since this engine computes ref, or values
 
     def forward_backward_batch(
@@ -74,12 +74,13 @@ class PrefixEngine:
             return self._run_stock(batch, loss, forward_only, why, {})
         loss.tell()
         if loss_function is None:  # log-probs alone, for which no teacher travels
-            batch = batch.replaced(data.exclude(*TEACHER))
+            batch = batch.with_data(data.exclude(*TEACHER))
         self._mark_dead(batch, loss, forward_only)
-        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss)
+        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss)
         computed, groups = exchange.computed, exchange.groups
-        metrics = exchange.metrics | self._step_metrics.see(exchange, self.trees, forward_only)
-        self.trees = exchange.trees
+        metrics = exchange.metrics  # `give_back` adds to them
+        metrics |= self._step_metrics.see(exchange, self.tree_rule, forward_only)
+        self.tree_rule = exchange.trees
         self._mark_dead(computed, loss, forward_only)  # again: `dead` does not travel
         plan, of_plan = self._paths.plan(batch, groups, forward_only, computed.dead)
         metrics |= of_plan
@@ -95,8 +96,7 @@ class PrefixEngine:
             return self._run_stock(batch, loss, forward_only, why, metrics)
         output, of_passes = self._run_shared(computed, groups, plan, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        metrics |= exchange.metrics | of_passes  # the exchange's again: `give_back` added to them
-        output["metrics"] |= self._step_metrics.report(metrics, batch, forward_only)
+        output["metrics"] |= self._step_metrics.report(metrics | of_passes, batch, forward_only)
         return output
 
     def _mark_dead(self, rows: BatchRows, loss: Loss, forward_only: bool) -> None:
@@ -157,12 +157,12 @@ class PrefixEngine:
             dp_size=ranks.data_size,
             use_dynamic_bsz=True,  # without which verl leaves rows of our passes in the order of passes
         )
-        return rows.replaced(data)
+        return rows.with_data(data)
 
     def _run_shared(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Runs a plan as `run_plan`, with as much kept as this device has room for."""
+        """Runs a plan as `run_plan`, with as much kept as every rank's device has room for."""
         keeps, meter = None, Meter()
         if not forward_only:
             # The peak of the waves is measured in the first update that has any, and then no more, since that resets
@@ -171,7 +171,7 @@ class PrefixEngine:
                 meter = self._update_meter = Meter(measure_peak=self._headroom.is_known)
             one_copy = is_unscaled(rows.data) and self.backend.reads_logits_once(flags_of(rows.data))
             keeps = self._headroom.keeps(plan, self._paths.costs, self.prefix_config.keep_attention, one_copy)
-        with out_of_memory_advice(plan, keeps, self._role):
+        with out_of_memory_advice(plan, keeps, self._role, self.prefix_config):
             return self.run_plan(rows, groups, plan, loss, forward_only, keeps=keeps, meter=meter)
 
     def run_plan(
@@ -182,7 +182,8 @@ class PrefixEngine:
         """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
 
         Args:
-            rows: as `_prepared` makes them. groups: theirs. meter: what measures the passes; None: a new one.
+            rows: as `_prepared` makes them. groups: of these rows, with idle groups.
+            meter: what measures the passes; None: a new one.
             pass_type: as in `core.forward.PackedForward`.
             keeps: what the passes keep; None: as little as they need.
         """
@@ -215,20 +216,17 @@ class PrefixEngine:
             same_sums(output["metrics"], ranks.data)
         if output["model_output"] and results.token_outputs.tokens.records:
             output["model_output"][ROUTES] = results.token_outputs.recorded(plan)
-        metrics = plan_metrics(rows, groups, plan, schedule) | self.backend.model_metrics(schedule)
-        metrics["prefix/nonfinite_passes"] = num_not_finite
+        metrics = plan_metrics(rows, groups, plan, schedule, loss) | self.backend.model_metrics(schedule)
         if self.prefix_config.skip_zero_advantage and not forward_only:
-            dead = rows.dead - rows.padding
-            idle = (row for group in plan.idle_groups for row in group.rows)
-            metrics["prefix/zero_advantage_rows"] = sum(row in dead and rows.response_lens[row] > 0 for row in idle)
-        # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are
-        # not comparable.
-        if not loss.is_unknown:
-            metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in rows.without_padding(groups))
+            metrics["prefix/zero_advantage_rows"] = num_dead(rows, plan)
+        metrics["prefix/nonfinite_passes"] = num_not_finite * ranks.stages  # for those that see no outputs
         return output, metrics
 
     def run_verls_own(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        """verl's own `forward_backward_batch`."""
+        """verl's own `forward_backward_batch`. Routers replay, where verl's engine does, if the batch has routes or
+        records them: verl's worker says so of its own batches, but not of those that ref or the self-check runs."""
+        data = data.copy()
+        tu.assign_non_tensor(data, enable_routing_replay=ROUTES in data.keys() or BatchRows(data).flag(RECORDS))
         output: dict[str, Any] = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
         return output
 
@@ -270,7 +268,7 @@ class PrefixEngine:
                     f"{SKIP_ZERO_ADVANTAGE}=False"
                 )
             model_config = self.model_config  # type: ignore[attr-defined]
-            self.trees = TreeRule(
+            self.tree_rule = TreeRule(
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
             )
         self._headroom = Headroom(self.backend)

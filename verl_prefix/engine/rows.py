@@ -61,7 +61,7 @@ class BatchRows:
     def __len__(self) -> int:
         return len(self.data)
 
-    def replaced(self, data: TensorDict) -> "BatchRows":
+    def with_data(self, data: TensorDict) -> "BatchRows":
         """Returns the same rows in a batch with other fields; what is known of them stays."""
         if data is self.data:
             return self

@@ -16,6 +16,7 @@ All figures are in units of noise: how far ours is off, over how far rounding al
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -154,15 +155,15 @@ def _ratio(error: float, noise: float) -> float:
 
 def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of queries at `position` among the keys, [n, H, D]: in float64, and with probabilities and
-    output rounded to q's dtype. It takes one key head at a time, since keys may be many."""
+    output rounded to q's dtype. It converts one key head at a time, since keys may be many."""
     behind = position.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
     hidden = behind < 0 if params.window is None else (behind < 0) | (behind >= params.window)
     per_key_head = q.shape[1] // k.shape[1]
     truth, rounded = torch.empty_like(q, dtype=torch.float64), torch.empty_like(q)
-    for head in range(q.shape[1]):
-        for out in (truth, rounded):
-            compute = torch.promote_types(out.dtype, torch.float32)
-            keys, values = (x[:, head // per_key_head].to(compute) for x in (k, v))
+    for key_head, out in itertools.product(range(k.shape[1]), (truth, rounded)):
+        compute = torch.promote_types(out.dtype, torch.float32)
+        keys, values = (x[:, key_head].to(compute) for x in (k, v))
+        for head in range(key_head * per_key_head, (key_head + 1) * per_key_head):
             logits = q[:, head].to(compute) @ keys.T * params.scale
             if params.softcap is not None:
                 logits = params.softcap * torch.tanh(logits / params.softcap)

@@ -18,6 +18,7 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.exchange import Exchange
 from verl_prefix.engine.grouping import TreeRule, tokens_by_trees
+from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import together
 
@@ -190,14 +191,20 @@ class StepMetrics:
             )  # fmt: skip
 
 
-def plan_metrics(rows: BatchRows, groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dict[str, float]:
+def plan_metrics(
+    rows: BatchRows, groups: Sequence[Group], plan: Plan, schedule: Schedule, loss: Loss
+) -> dict[str, float]:
     """Returns this rank's prefix/* metrics of one mini-batch, in which rows of padding share nothing."""
     groups = rows.without_padding(groups)
     computed = [pair for one in plan.all_passes for pair in one.tokens_of_groups if rows.without_padding(pair[:1])]
     num_logical = sum(group.num_logical_tokens for group in groups)
     shared = [group for group in groups if group.is_shared]
     peak = schedule.meter.phase_b_peak
+    # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are not
+    # comparable.
+    of_groups = {} if loss.is_unknown else {GROUP_TOKENS: sum(group.num_physical_tokens for group in groups)}
     return {
+        **of_groups,
         **({"prefix/phase_b_peak_gib": peak / 2**30} if peak else {}),
         "prefix/attention_kept": schedule.forward.keep_attention,
         "prefix/groups": len(shared),
@@ -213,3 +220,10 @@ def plan_metrics(rows: BatchRows, groups: Sequence[Group], plan: Plan, schedule:
         "prefix/offloaded_gib": schedule.meter.transfers["host_bytes"] / 2**30,
         **{f"timing_s/prefix_{phase}": seconds for phase, seconds in schedule.meter.seconds.items()},
     }
+
+
+def num_dead(rows: BatchRows, plan: Plan) -> int:
+    """Counts the dead rows that the plan leaves out, but for padding and for rows with empty responses."""
+    left_out = (row for group in plan.idle_groups for row in group.rows)
+    dead = rows.dead - rows.padding
+    return sum(row in dead and rows.response_lens[row] > 0 for row in left_out)

@@ -43,7 +43,7 @@ class Agreement:
         return self._maxima[name]
 
     def is_same(self, name: str) -> bool:
-        """Whether all ranks that told a value, of which there is one, told the same."""
+        """Whether all ranks that told a value told the same. At least one rank must tell one."""
         largest, minus_smallest = self._digests[name]
         return largest == -minus_smallest
 

@@ -242,8 +242,8 @@ def _falling_loss(
 
 
 def _num_perturbed(num_rows: int, checked: int) -> int:
-    """How many stock passes measure rounding: one to three. Together with ours and stock's own, which count as two
-    passes, they take about an eighth of the time of an update of a rank's rows."""
+    """How many stock passes measure rounding: one to three. With the passes that are compared (packed, phased and
+    stock, which count as two of these), they take about an eighth of the time of an update of a rank's rows."""
     return min(3, max(1, num_rows // (8 * checked) - 2))
 
 
