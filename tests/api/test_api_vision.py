@@ -31,7 +31,7 @@ def error(ours: tuple, truth: tuple) -> float:
 
 # What others have by themselves: models/test_vision.py has them all.
 ONCE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
-SOME = [family if family in ONCE else pytest.param(family, marks=pytest.mark.ci) for family in FAMILIES]
+SOME = [family if family in ONCE else pytest.param(family, marks=pytest.mark.full) for family in FAMILIES]
 
 
 @pytest.mark.parametrize("family", SOME)

@@ -266,7 +266,7 @@ def results(models, stock, ranks):
     return run
 
 
-SOME = ["sp2", *(pytest.param(name, marks=pytest.mark.ci) for name in ("sp4", "dp2_sp2"))]
+SOME = ["sp2", pytest.param("sp4", marks=pytest.mark.full), pytest.param("dp2_sp2", marks=pytest.mark.ci)]
 
 
 def _mark(name: str, case: Case) -> tuple | pytest.MarkDecorator:

@@ -157,7 +157,7 @@ def test_bf16_rounding_passes(seeds):
 @pytest.mark.parametrize(
     ("dtype", "seeds"),
     [
-        (torch.bfloat16, 3), pytest.param(torch.float32, 3, marks=pytest.mark.ci),
+        (torch.bfloat16, 3), pytest.param(torch.float32, 3, marks=pytest.mark.full),
         *(pytest.param(dtype, 10, marks=pytest.mark.full) for dtype in (torch.bfloat16, torch.float32)),
     ],
     ids=str,

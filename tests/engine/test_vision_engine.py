@@ -202,7 +202,7 @@ def paths(tmp_path_factory):
 WORLDS = {1: "1rank", 2: "2ranks"}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.ci), 2], ids=["1rank", "2ranks"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.full), 2], ids=["1rank", "2ranks"])
 def results(request, paths, ranks):
     return ranks(request.param, paths)
 
