@@ -68,10 +68,10 @@ class StepMetrics:
         self._uids: list[Set[Hashable]] = [frozenset()]  # of its mini-batches, the last of which is under way
 
     def see(self, exchange: Exchange, trees: TreeRule, forward_only: bool) -> dict[str, float]:
-        """Sees the rows of a mini-batch, before it is known whether they share; returns metrics of them.
+        """Takes note of a mini-batch's rows, before it is known whether they share. Returns metrics of them.
 
-        It keeps the prompts of an update, to count those whose rows lie in several mini-batches of an epoch. Of the
-        first batch all ranks count what each value of `prefix.trees` would compute.
+        Prompts of an update are kept, to count those whose rows lie in several mini-batches of an epoch. For the first
+        batch all ranks count the tokens that each value of `prefix.trees` would compute.
 
         Args:
             trees: what rows share, as it was before this batch.
@@ -98,12 +98,12 @@ class StepMetrics:
     def report(self, metrics: Mapping[str, float], batch: BatchRows, forward_only: bool) -> dict[str, list[float]]:
         """Returns what a rank reports after a batch whose own metrics are `metrics`.
 
-        Log-probs are a step of their own; since verl's v1 trainer drops their metrics, the next update says how many of
+        Log-probs are a step of their own. verl's v1 trainer drops their metrics. So the next update says how many of
         their rows did not share.
 
         Args:
-            batch: as verl handed it over. It says with `update_lr_scheduler` (TrainingWorker.train_mini_batch) whether
-                a step ends; a caller who does not say ends one with every batch.
+            batch: as verl handed it over. Its flag `update_lr_scheduler` (TrainingWorker.train_mini_batch) says whether
+                a step ends. Without the flag every batch ends one.
         """
         counted = {name: float(value) for name, value in metrics.items() if name in _SUMS or name in MOST}
         reported = {name: value for name, value in metrics.items() if name not in counted}

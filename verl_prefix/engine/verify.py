@@ -35,14 +35,15 @@ _ENOUGH_TOKENS, _MOST_ROWS = 32, 8  # of a group that is checked
 
 
 class Verification:
-    """The self-check of one engine, on every rank at once: of updates, or of an engine for log-probs alone, which has
-    no gradients to compare, of its batches.
+    """The self-check of one engine, which all ranks run at once. It checks updates. In an engine for log-probs alone it
+    checks batches, which have no gradients to compare.
 
     Args:
         run_plan: `PrefixEngine.run_plan`.
 
     Attributes:
-        failure: why every batch takes the stock path, once a check missed under prefix.verify_action=fallback; or None.
+        failure: why every batch takes the stock path, after a check missed under prefix.verify_action=fallback; else
+            None.
     """
 
     def __init__(self, backend: Backend, options: PrefixConfig, run_plan: Callable[..., tuple[dict, dict]]) -> None:
@@ -51,13 +52,14 @@ class Verification:
         self._num_batches = 0
 
     def check(self, rows: BatchRows, groups: Sequence[Group], budget: int, plan: Plan, loss: Loss) -> dict[str, float]:
-        """Where a check is due and every rank has a group to check: compares a few of its rows on both paths, and then
-        checks that rows which the update leaves out have no gradient. Returns its metrics.
+        """Runs the check, if one is due and every rank has a group to check. A few rows of one group take both paths,
+        which are compared. Then it is checked that rows which the update leaves out have no gradient. Returns metrics.
 
         Args:
-            rows: that this rank computes. groups, plan: theirs.
-            budget: tokens of one pass; no pass of the check has more, unless one row alone does. Where each rank of
-                several computes whole rows on the stock path, a row that is checked has at most a rank's budget.
+            rows: the rows that this rank computes.
+            groups, plan: of these rows.
+            budget: tokens of one pass. No pass of the check has more, unless one row alone does. Where verl's sequence
+                parallelism is wrong, each rank computes whole rows, and rows that are checked fit a rank's budget.
 
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
@@ -94,7 +96,7 @@ class Verification:
         return verify > 0 and self._num_batches % verify == 0
 
     def _candidates(self, rows: BatchRows, groups: Sequence[Group], budget: int) -> Sequence[Group]:
-        """Groups to choose from, of which every rank has one; [] where a rank has none, which is said once."""
+        """Returns groups to choose from, if every rank has one. If a rank has none it says so once, and returns []."""
         groups, limits = [group for group in groups if group.num_suffix_tokens] or groups, ""
         if self._backend.stock_facts.why_not_sharded:
             most = budget // self._backend.ranks.slices
@@ -119,9 +121,9 @@ class Verification:
         return []
 
     def _with_equal_tower_runs(self, rows: BatchRows, groups: Sequence[Group]) -> list[Sequence[Group]]:
-        """Sets of groups in each of which stock passes run a vision tower equally often: with FSDP2 the stock path runs
-        it once for images and once for videos. It takes every visual token for one of these, also one that a model
-        samples, and ends where pixels make fewer: such rows are left out."""
+        """Returns sets of groups. In each set all stock passes run a vision tower equally often, as ranks have to: with
+        FSDP2 the stock path runs it once for images and once for videos. Rows whose response has a visual token are in
+        no set: a model may sample one, and the stock path would end, since there are no pixels for it."""
         shown = zip(shown_lens(rows.data["input_ids"].unbind(), self._backend.config), rows.prompt_lens, strict=True)
         groups, pixels = _of_rows(groups, [last <= prompt_len for last, prompt_len in shown]), rows.pixels
         if self._backend.stock_facts.equal_tower_runs:
@@ -131,8 +133,8 @@ class Verification:
         return [[group for group, of_rows in zip(groups, runs, strict=True) if of_rows == {n}] for n in (1, 2)]
 
     def _gradients_of_dead_rows(self, rows: BatchRows, plan: Plan, loss: Loss) -> list[str]:
-        """Checks on all ranks that rows in no pass of the plan, which are dead or have no response, have no gradient.
-        Returns [] or [what is wrong]."""
+        """Checks on all ranks that rows in no pass of the plan have no gradient: dead rows, and rows with an empty
+        response. Returns [] or [what is wrong]."""
         with together("checking rows that are left out", maxima=("has_gradient",)) as agreed:
             computed = {row for each in plan.passes for group in each.groups for row in group.rows}
             left_out = [row for row in range(len(rows)) if row not in computed]
@@ -150,7 +152,7 @@ class Verification:
         self.failure = WhyStock(f"the self-check missed: {message}")
 
     def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:
-        """Compares both paths of a group, on all ranks; of top-k distillation also what that makes of logits."""
+        """Compares both paths of a group, on all ranks. Under top-k distillation its losses are compared, too."""
         backend = self._backend
         # The stock path takes one row at a time, since the budget may have no room for logits of more. Its passes hold
         # collectives: a rank with fewer rows repeats its last one, with weight 0.
@@ -203,8 +205,8 @@ class Verification:
 
 
 def plan_to_check(group: Group, budget: int, path: str, nests: bool) -> Plan:
-    """Returns the plan by which a group is checked, "packed" or "phased". When phased, several waves read one prefix,
-    and their gradients add up; of a tree, where passes may be nested, those of several phases A.
+    """Returns the plan by which a group is checked, "packed" or "phased". In a phased one several waves read one
+    prefix, whose gradients add up. That of a tree has nested passes, if passes may nest.
 
     Args:
         nests: as of `make_plan`.
@@ -214,7 +216,7 @@ def plan_to_check(group: Group, budget: int, path: str, nests: bool) -> Plan:
 
 
 def _compared_outputs(model_output: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns what is compared, of each row: log-probs or values; under top-k distillation these plus its losses."""
+    """Returns what is compared of each row: log-probs or values. Top-k distillation adds its losses to these."""
     names = ("log_probs", "values", "distillation_losses")
     rows = [model_output[name].unbind() for name in names if name in model_output]
     return [torch.stack(of_row).sum(0) for of_row in zip(*rows, strict=True)]
