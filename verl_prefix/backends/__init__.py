@@ -10,6 +10,16 @@ Reading order:
     megatron_schedule   how Megatron runs a plan's passes
     pipeline            the same on the stages of a pipeline
 
+In what they differ most:
+
+                        FSDP2                       VeOmni                     Megatron
+    gradients reduced   in the last backward        in every backward          once, after the last backward
+    ranks of one row    Ulysses                     Ulysses                    tensor, context, pipeline
+    router replay       ours, on both paths         verl's on the stock path   verl's on the stock path
+    stock path          set right for the model     verl's                     verl's
+    rows' last tokens   count for nothing           count for nothing          train biases and balance of experts
+    nested passes       yes                         yes                        with one stage
+
 The YAML of VeOmni and Megatron names `verl_prefix.backends.<Config>` as `_target_`. Instantiating one on a worker
 imports this package, which registers their engines. The YAML of FSDP2 names `verl_prefix.backends.fsdp`, which
 registers its own.
