@@ -2,10 +2,10 @@
 
     make fuzz BATCHES=1000 SEED=1
 
-draws so many (in make test 3, in CI 25, always the same; of deep trees, critics and other engines a third) and adds
-what it saw to outputs/fuzz.json, unless one failed. A failure is shrunk by hypothesis, which prints the case: keep it
-as an `@example` of the test. Not drawn: CUDA, several nodes, Qwen2.5-VL, whose stock attention verl patches for the
-whole process.
+draws so many (in make test 3, in CI 25, always the same; of deep trees, critics, replayed routers and other engines a
+third) and adds what it saw to outputs/fuzz.json, unless one failed. A failure is shrunk by hypothesis, which prints the
+case: keep it as an `@example` of the test. Not drawn: CUDA, several nodes, Qwen2.5-VL, whose stock attention verl
+patches for the whole process.
 """
 
 import json
@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from random_batches import (
     BATCHES,
     CRITICS,
+    RECORDED,
     Again,
     Case,
     Prompt,
@@ -29,6 +30,7 @@ from random_batches import (
     deep_cases_on,
     errors_of,
     of_critic,
+    routed_cases_on,
     write_models,
 )
 
@@ -63,17 +65,23 @@ def seen(request):
         write_whole(Path(REPORT), json.dumps(report | found, indent=1) + "\n")
 
 
-@pytest.mark.parametrize("kind", ["actor", "trees", pytest.param("critic", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "kind", ["actor", "trees", *(pytest.param(kind, marks=pytest.mark.ci) for kind in ("critic", "routes"))]
+)
 def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
     numbers = [1] * 6 + [2] * 3 + [4] if REPORT else [1, 2]
     in_an_image = Case(1, "qwen3_vl", (Prompt("a", 6, (4, 5)),), 9, 0.0, 0, (("trees", "batch"),))  # it ends
     routed = Case(2, "qwen3_moe", (*TURNS, Prompt("b", 37, (4, 5, 9))), 9, 0.0, 0, (("exchange", "auto"), ROUTED))
     in_text = of_critic(in_an_image._replace(family="qwen3"))
 
-    examples = {"actor": (in_an_image, routed), "critic": (in_text, of_critic(routed)), "trees": (NESTED, routed)}
+    recorded = routed._replace(options=(*routed.options[:-1], ("routes", RECORDED)))
+    examples = {
+        "actor": (in_an_image, routed), "critic": (in_text, of_critic(routed)), "trees": (NESTED, routed),
+        "routes": (routed, recorded),
+    }  # fmt: skip
     cases = {
         "actor": cases_on(numbers), "critic": cases_on(numbers, CRITICS).map(of_critic),
-        "trees": deep_cases_on(numbers),
+        "trees": deep_cases_on(numbers), "routes": routed_cases_on(numbers),
     }  # fmt: skip
 
     @settings(max_examples=BATCHES if kind == "actor" else -(-BATCHES // 3), suppress_health_check=[*HealthCheck])
@@ -92,6 +100,9 @@ def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
         seen["ranks"][str(case.ranks)] += 1
         seen["rows"].update({type(one).__name__ for one in case.rows})
         seen["options"].update(name for name, _ in case.options)
+        seen["options"].update(
+            "R2" if routes == RECORDED else "R3" for name, routes in case.options if name == "routes"
+        )
 
     run()
 

@@ -102,6 +102,8 @@ def some(values: list[tuple[str, st.SearchStrategy]]) -> st.SearchStrategy:
     return st.fixed_dictionaries({}, optional=dict(values)).map(lambda chosen: tuple(sorted(chosen.items())))
 
 
+# Of experts, which are replayed. The first is R2, the others are R3.
+ROUTES = st.sampled_from([RECORDED, "agree", "tails", "replicas", "free"])
 OPTIONS = some([
     ("schedule", st.sampled_from(["packed", "phased", "auto"])), ("budget", st.integers(20, 500)),
     ("wave_tokens", st.integers(1, 80)), ("logits_chunk", st.integers(1, 60)), ("offload", st.just(True)),
@@ -113,7 +115,7 @@ OPTIONS = some([
     ("policy_loss", st.sampled_from(["gspo", "sapo", "gpg", "cispo", "dppo_tv"]).map(lambda x: (("loss_mode", x),))),
     ("trained", st.sampled_from([r"layers\.1|norm", r"layers\.0", "lm_head"])), ("calculate_entropy", st.just(False)),
     ("lora_targets", st.just("all-linear")), ("min_speedup", st.just(1.05)), ("ulysses", st.just(2)),
-    ("routes", st.sampled_from([RECORDED, "agree", "tails", "replicas", "free"])),  # of experts, which are replayed
+    ("routes", ROUTES),
     ("dead", st.integers(2, 4)),  # every so-manieth row has no advantage, and is left out
     ("distillation", st.sampled_from([(), tuple(ONLY.items()), (("loss_mode", "k3"),)])),
 ])  # fmt: skip
@@ -126,6 +128,16 @@ def cases_on(ranks: list[int], families: Iterable[str] = FAMILIES) -> st.SearchS
         st.sampled_from([0.0, 0.4]), st.integers(0, 99), OPTIONS,
     )  # fmt: skip
     return cases.map(as_it_can_be).filter(makes_sense)
+
+
+def routed_cases_on(ranks: list[int]) -> st.SearchStrategy[Case]:
+    """Random cases whose routers are replayed."""
+
+    def routed(case: Case, routes: str) -> Case:
+        kept = [one for one in case.options if one[0] != "routes"]
+        return case._replace(options=(*kept, ("routes", routes)))
+
+    return st.builds(routed, cases_on(ranks, REPLAYED), ROUTES).filter(makes_sense)
 
 
 def of_deep_tree(case: Case, rows: tuple[Session | Again, ...], budget: int, schedule: str) -> Case:
