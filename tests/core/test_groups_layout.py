@@ -286,6 +286,17 @@ def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
     assert max(call.spans.k[-1] for call in crosses) * 8 * 128 * 2 * 2 <= 16 << 20
 
 
+def test_a_nested_pass_copies_no_key_of_a_chain():
+    """A session of one strand, whose first 500 tokens a phase A computes; two rows leave what follows."""
+    segments = [Segment(6000, ((0, 500),)), Segment(4, ((0, 5500),)), Segment(3, ((0, 6500),))]
+    _, *crosses = calls_of(segments, AttentionParams(1.0), CPU, (0, 500))
+    assert [(call.queries, one.level, one.tokens) for call in crosses for one in call.prefixes] == [
+        (slice(0, 6007), 0, slice(0, 500)),
+        (slice(6000, 6004), 1, slice(0, 5000)),
+        (slice(6004, 6007), 1, slice(0, 6000)),
+    ]
+
+
 @hypothesis.given(
     SHAPES, st.integers(1, 200), st.sampled_from(["packed", "phased", "auto"]), st.none() | st.integers(1, 250),
     st.booleans(),

@@ -1,7 +1,7 @@
 """Segments of a packed row -> kernel calls: which queries read which keys.
 
-In the causal call every segment reads itself. In cross calls segments read the prefix tokens before them: neighbours
-with the same path are one block. The keys of a cross call are copied unless they are one run of tokens of one level.
+In the causal call every segment reads itself. In cross calls segments read the prefix tokens before them, level by
+level: neighbours with the same path are one block. Keys of a cross call are copied unless they are one run of tokens.
 """
 
 import functools
@@ -9,7 +9,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +30,6 @@ class Segment(NamedTuple):
 
     length: int
     path: Path = ()
-
-    @property
-    def path_len(self) -> int:
-        return sum(length for _, length in self.path)
 
 
 @dataclass(frozen=True)
@@ -152,8 +148,7 @@ class Call(NamedTuple):
     """One kernel call of a layer: which queries read which keys, and how scores are made.
 
     By default queries and keys are all tokens of the packed row. Where the chosen tokens have gaps, `queries`, `own`
-    and `prefixes` hold int64 indices instead of slices, and keys are copies instead of views. Keys that come from
-    several levels of the prefix source are copies, too.
+    and `prefixes` hold int64 indices instead of slices, and keys are copies instead of views.
 
     Attributes:
         spans: which of the call's queries read which of its keys.
@@ -162,8 +157,8 @@ class Call(NamedTuple):
         scale, softcap: as in `AttentionParams`.
         window: each query reads only the last `window` keys that `causal` lets it read; None: all of them.
         queries: the packed row's tokens that are the call's queries.
-        own: where all keys of the packed row stand among the call's keys, in their order; None: the call reads only
-            prefixes, which may be this packed row's own strands (the last level).
+        own: where all keys of the packed row stand among the call's keys, in their order; None: the call reads one
+            level alone, which may be this packed row's own strands (the last one).
         prefixes: what the call reads of each level of the prefix source.
     """
 
@@ -182,31 +177,18 @@ class Call(NamedTuple):
         own = levels[-1]
         if not self.prefixes:  # then `self.own` is all of them
             return own
-        if self.own is None and len(self.prefixes) == 1:
-            return levels[self.prefixes[0].level][self.prefixes[0].tokens]
+        if self.own is None:
+            (prefix,) = self.prefixes
+            return levels[prefix.level][prefix.tokens]
         keys = own.new_empty(self.spans.k[-1], *own.shape[1:])
-        if self.own is not None:
-            keys[self.own] = own
+        keys[self.own] = own
         for prefix in self.prefixes:
             keys[prefix.at] = levels[prefix.level][prefix.tokens]
         return keys
 
 
-class Block(NamedTuple):
-    """Neighbours with the same path.
-
-    Attributes:
-        members: (first token in the packed row, number of tokens) of each segment.
-    """
-
-    path: Path
-    members: list[Run]
-
-    @property
-    def path_len(self) -> int:
-        return sum(length for _, length in self.path)
-
-
+# A path, and (first token in the packed row, number of tokens) of each of the neighbours with that path.
+Block = tuple[Path, list[Run]]
 # The most keys that a call of several blocks may copy: 16 MiB of keys and values at 8 heads of 128 in bf16, and in
 # backward four times as much, where flash-attn repeats them per query head. The keys of one block may need no copy.
 _MAX_COPIED = 2**12
@@ -224,7 +206,7 @@ def calls_of(
     Args:
         level_starts: the first token of each level of the prefix source, the packed row itself last.
     """
-    is_far = [s.path_len + s.length > params.seen for s in segments]
+    is_far = [len_of(s.path) + s.length > params.seen for s in segments]
     yield _causal_call(segments, is_far, params, device, level_starts)
     starts = accumulate((s.length for s in segments), initial=0)
     near = [(start, s) for start, s, far in zip(starts, segments, is_far, strict=False) if s.path and not far]
@@ -236,7 +218,7 @@ def _causal_call(
     level_starts: Sequence[int],
 ) -> Call:  # fmt: skip
     """The call in which every segment reads itself, and a far segment the tail of its path."""
-    tail_lens = [min(s.path_len, params.seen - 1) if far else 0 for s, far in zip(segments, is_far, strict=True)]
+    tail_lens = [min(len_of(s.path), params.seen - 1) if far else 0 for s, far in zip(segments, is_far, strict=True)]
     key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
     own, tails = _after_tails(segments, tail_lens, key_ends, device, level_starts) if any(tail_lens) else (ALL, ())
     spans = Spans((0, *accumulate(s.length for s in segments)), (0, *key_ends))
@@ -247,31 +229,33 @@ def _causal_call(
 def _cross_calls(
     near: Sequence[tuple[int, Segment]], params: AttentionParams, device: torch.device, level_starts: Sequence[int]
 ) -> Iterator[Call]:
-    """Yields the calls in which near segments, each after its first token's number, read their paths."""
-    by_path = groupby(near, key=lambda item: item[1].path)
-    all_blocks = [Block(path, [(start, segment.length) for start, segment in items]) for path, items in by_path]
-    for blocks in _blocks_of_calls(all_blocks, level_starts):
-        members = [member for block in blocks for member in block.members]
-        spans = Spans(
-            (0, *accumulate(sum(n for _, n in block.members) for block in blocks)),
-            (0, *accumulate(block.path_len for block in blocks)),
-            q_segments=(0, *accumulate(n for _, n in members)),
-        )
-        queries = _token_index(members, device)
-        by_level = _by_level([run for block in blocks for run in block.path], level_starts)
-        prefixes = []
-        for level, (at, tokens) in by_level.items():
-            keys = _token_index(tokens, device)
-            keys_at = ALL if len(by_level) == 1 else _token_index(at, device)
-            prefixes.append(PrefixKeys(keys_at, keys, grad_at=keys, level=level))
-        yield Call(spans, False, params.scale, None, params.softcap, queries, own=None, prefixes=tuple(prefixes))
+    """Yields the calls in which near segments, each after its first token's number, read their paths; one level after
+    the other, since keys of two levels would have to be copied to stand beside each other."""
+    for level, (first, end) in enumerate(pairwise((*level_starts, sys.maxsize))):
+        parts = [(_part_of(segment.path, first, end), (start, segment.length)) for start, segment in near]
+        by_path = groupby((part for part in parts if part[0]), key=lambda part: part[0])
+        all_blocks = [(path, [member for _, member in same]) for path, same in by_path]
+        for blocks in _blocks_of_calls(all_blocks):
+            paths, members = zip(*blocks, strict=True)
+            segments_read = list(chain(*members))
+            q, k = ((0, *accumulate(map(len_of, runs))) for runs in (members, paths))
+            spans = Spans(q, k, q_segments=(0, *accumulate(n for _, n in segments_read)))
+            queries, keys = _token_index(segments_read, device), _token_index(list(chain(*paths)), device)
+            prefixes = (PrefixKeys(ALL, keys, grad_at=keys, level=level),)
+            yield Call(spans, False, params.scale, None, params.softcap, queries, own=None, prefixes=prefixes)
+
+
+def _part_of(path: Path, first: int, end: int) -> Path:
+    """What a path has of tokens `first` to `end` of the prefix source, counted from `first`."""
+    bounds = ((max(start, first), min(start + n, end)) for start, n in path)
+    return tuple((start - first, until - start) for start, until in bounds if start < until)
 
 
 # By level: where keys stand in a call, and which of the level's tokens they belong to.
 _ByLevel = dict[int, tuple[list[Run], list[Run]]]
 
 
-def _by_level(runs: Sequence[Run], level_starts: Sequence[int], first: int = 0) -> _ByLevel:
+def _by_level(runs: Sequence[Run], level_starts: Sequence[int], first: int) -> _ByLevel:
     """Splits runs of tokens of the prefix source, whose keys stand one after the other in a call, from `first` on."""
     by_level: _ByLevel = {}
     level_ends = (*level_starts[1:], sys.maxsize)
@@ -309,16 +293,15 @@ def _after_tails(
     return own, tuple(prefixes)
 
 
-def _blocks_of_calls(blocks: Sequence[Block], level_starts: Sequence[int]) -> Iterator[Sequence[Block]]:
+def _blocks_of_calls(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
     """Yields the blocks of each cross call: all where no key is copied, else one, or several of up to `_MAX_COPIED`."""
     first, num_keys = 0, 0
-    runs = [run for block in blocks for run in block.path]
-    if blocks and not (_is_one_run(runs) and len(_by_level(runs, level_starts)) == 1):
-        for i, block in enumerate(blocks):
-            num_keys += block.path_len
+    if not _is_one_run([run for path, _ in blocks for run in path]):
+        for i, (path, _) in enumerate(blocks):
+            num_keys += len_of(path)
             if i > first and num_keys > _MAX_COPIED:
                 yield blocks[first:i]
-                first, num_keys = i, block.path_len
+                first, num_keys = i, len_of(path)
     if blocks:
         yield blocks[first:]
 
@@ -348,6 +331,11 @@ def end_of(path: Path) -> int:
     It names the path: a token of the prefix source has one history, so that paths with the same end are equal.
     """
     return sum(path[-1]) if path else 0
+
+
+def len_of(runs: Sequence[Run]) -> int:
+    """Number of tokens of (start, length) runs."""
+    return sum(n for _, n in runs)
 
 
 def last_of(path: Path, length: int) -> Path:

@@ -9,7 +9,8 @@ where they belong. In groups of one prompt, cross calls read slices of the prefi
 In deeper trees, and where a window cuts a path, keys are copied.
 
 Where passes nest, segments read strands of the packed rows around theirs as well. The prefix source is then all these
-strands, level by level: those of the outermost packed row first, the packed row's own strands last.
+strands, level by level: those of the outermost packed row first, the packed row's own strands last. Cross calls read
+one level each.
 """
 
 import functools

@@ -28,7 +28,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import AttentionParams, on_device
+from verl_prefix.core.calls import AttentionParams, len_of, on_device
 from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.forward import LogitsFn
 from verl_prefix.models.experts import ExpertLoads
@@ -160,7 +160,7 @@ class MegatronModel:
             attention_pass,
             torch.nn.functional.pad(position_ids, (0, more)),
             len(position_ids),
-            max(segment.path_len + segment.length for segment in layout.segments),
+            max(len_of(segment.path) + segment.length for segment in layout.segments),
             on_device(weights, position_ids.device),
             routes,
         )
