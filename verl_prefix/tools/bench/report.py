@@ -68,7 +68,7 @@ def _ratios(row: dict[str, Any], peak: float | None) -> None:
 def blocks(report: dict[str, Any]) -> list[str | Table]:
     """Conditions, the table, and what the table does not show."""
     config, versions, rows = report["config"], report["versions"], report["rows"]
-    installed = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
+    installed = ", ".join(f"{name} {value}" for name, value in versions.items() if value and name != "verl-prefix")
     truth = "not measured" if config["truth"] == "none" else f"the largest of a parameter, against {config['truth']}"
     attention = _ATTENTION[report["stock_attention"]]
     compiled = ", decoder layers compiled" if config["compile"] else ""
