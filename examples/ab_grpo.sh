@@ -30,7 +30,10 @@ shift || true
 case "$MODE" in plan | trace | runs) ;; *) echo "first word '$MODE': write plan, trace or runs" >&2; exit 2 ;; esac
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
-mkdir -p "$OUT"
+if ! { mkdir -p "$OUT" && [ -w "$OUT" ]; } 2> /dev/null; then
+    echo "OUT=$OUT cannot be written: set OUT to a folder that can be made, or written to" >&2
+    exit 2
+fi
 OUT=$(cd "$OUT" && pwd)
 if [ -z "$MINI_BATCH" ]; then
     MINI_BATCH=2

@@ -19,7 +19,12 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 RESULTS=${RESULTS:-outputs/bench_gpu}
 LIMIT=${LIMIT:-560}
-mkdir -p "$RESULTS"
+for folder in "$RESULTS" ${OUT:+"$OUT"}; do
+    if ! { mkdir -p "$folder" && [ -w "$folder" ]; } 2> /dev/null; then
+        echo "$folder cannot be written: set RESULTS and OUT to folders that can be made, or written to" >&2
+        exit 2
+    fi
+done
 failed=0
 
 wanted() {  # NAME: asked for, not done, and with time left for it

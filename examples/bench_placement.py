@@ -4,7 +4,6 @@ Lengths alone, no model: a row costs what `auto.placement.row_cost` says of an 8
 examples/results/placement.md, and with --turns placement_turns.md (`make -C examples/results placement`).
 """
 
-import argparse
 import importlib
 import itertools
 import json
@@ -25,6 +24,7 @@ from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.trees import mix
 from verl_prefix.engine.row_table import LAST_CUTS, AllRows
+from verl_prefix.tools.arguments import Parser, file_to_write
 from verl_prefix.tools.plan.predict import Sizes, Step
 from verl_prefix.tools.report import provenance, table
 from verl_prefix.trainer.mini_batches import fill_mini_batches, whole_prompts
@@ -277,10 +277,10 @@ def write_turns(ranks: list[int], out: Path, commit: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", action="store_true", help="rows of turns")
     parser.add_argument("--ranks", type=int, nargs="*")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=file_to_write)
     options = parser.parse_args()
     options.out = options.out or ROOT / f"examples/results/placement{'_turns' * options.turns}.md"
     options.ranks = options.ranks or ([2, 8, 64, 512, 4096] if options.turns else [8, 64, 512, 4096])

@@ -19,7 +19,6 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +37,11 @@ from verl_prefix.files import write_whole
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.vision import PixelBatch, share_pixels
 from verl_prefix.testing import visual_prompt
+from verl_prefix.tools.arguments import Parser, file_to_write
 from verl_prefix.tools.bench.measure import gradient_error
 from verl_prefix.tools.bench.memory import in_fresh_process
 from verl_prefix.tools.memory import memory_mib, reset_peak_mib
-from verl_prefix.tools.report import check_out, provenance
+from verl_prefix.tools.report import provenance, refuse_dirty
 
 SCHEMA = "verl_prefix.bench_video/2"
 ARMS = ("stock", "stock_lean", "packed", "phased")
@@ -230,9 +230,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     numbers = {
         "question": 24,
         "group": 8,
@@ -250,9 +248,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=None)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=None, help="write a JSON report there")
+    parser.add_argument("--out", type=file_to_write, help="write a JSON report there")
     parser.add_argument("--allow-dirty", action="store_true", help="write it from uncommitted files too")
     options = parser.parse_args(argv)
+    if options.out and not options.allow_dirty:
+        try:
+            refuse_dirty()
+        except ValueError as error:
+            parser.error(str(error))
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     options.suffixes = [int(x) for x in options.suffixes.split(",")]
     return options
@@ -261,11 +264,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     options = parse(argv)
     torch.set_num_threads(options.threads)
-    try:
-        check_out(options.out, options.allow_dirty)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
     console = Console(width=None if sys.stdout.isatty() else 120)
     config = {key: value for key, value in vars(options).items() if key != "out"}
     report = provenance(SCHEMA, options.device) | {"config": config} | measure(options, console)

@@ -4,7 +4,6 @@ The demo's questions and its tiny model: of ten prompts with eight responses eac
 take turns on one rank of our engine. `make -C examples/results dead-groups` runs it.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -27,9 +26,11 @@ from verl.workers.engine import EngineRegistry
 
 from verl_prefix.backends.fsdp import PrefixEngineConfig
 from verl_prefix.config.options import PrefixConfig
+from verl_prefix.files import write_whole
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.ab.arm import loss_function, to_tensordict
 from verl_prefix.tools.ab.source import synthetic_manifest
+from verl_prefix.tools.arguments import Parser, file_to_write
 from verl_prefix.tools.report import provenance
 from verl_prefix.trace import StepRows
 
@@ -126,8 +127,8 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("out", type=Path, help="the report")
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=file_to_write, help="the report")
     out = parser.parse_args().out
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as name:
@@ -136,7 +137,7 @@ def main() -> None:
         report = provenance("dead_groups/1", "cpu") | {"prompts": PROMPTS, "dead": DEAD, "rollouts": ROLLOUTS}
         report |= measured(folder)
         dist.destroy_process_group()
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    write_whole(out, json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 
 

@@ -23,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from smollm2 import smollm2
 from training_process import ROLES, ROOT, environment, memory_mib, process_group
 
+from verl_prefix.tools.arguments import Parser, folder_to_write
+
 RECIPES = ROOT / "recipes"
 NUM_STEPS = 3  # of which the sizes' time limits are
 SEED = 7
@@ -221,10 +223,11 @@ def _phase(log_path: Path) -> str:
     return next((phase for line, phase in reversed(PHASES.items()) if line in text), "importing verl")
 
 
-def _free(output: Path) -> Path:
-    """The folder, or the first like it without a report: no run overwrites another's."""
+def _free(text: str) -> Path:
+    """Reader of the report's folder: it, or the first like it without a report. No run overwrites another's."""
+    output = Path(os.path.abspath(text))
     names = (output if i == 1 else output.with_name(f"{output.name}-{i}") for i in itertools.count(1))
-    return next(name for name in names if not (name / "report.json").exists())
+    return folder_to_write(next(name for name in names if not os.path.exists(name / "report.json")))
 
 
 def _announce(size: Size, output: Path) -> str:
@@ -239,7 +242,7 @@ def _announce(size: Size, output: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SIZES, default="smollm2")
     parser.add_argument("--rollout", choices=["hf", "vllm"], default="hf", help="what generates the responses")
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help="data-parallel ranks")
@@ -248,13 +251,13 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=1, help="rows of a session, one per turn; text models")
     parser.add_argument("--frame-pixels", type=int, help="of a video's frame, at most; vision models")
     parser.add_argument("--data", type=Path, help="a file of MuSiQue, or of Video-R1, instead of made-up questions")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "demo",
+    parser.add_argument("--output", type=_free, default=str(ROOT / "outputs" / "demo"),
         help="folder of the report; where it has one already, the first free of NAME-2, NAME-3, ...")  # fmt: skip
     args = parser.parse_args()
     console = Console()
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: train at least one step")
-    output, size = _free(args.output.resolve()), replace(SIZES[args.model], steps=args.steps)
+    output, size = args.output, replace(SIZES[args.model], steps=args.steps)
     if args.turns < 1 or (args.turns > 1 and args.model in VISION):
         parser.error(f"--turns {args.turns}: 1 or more, and 1 of {' and '.join(VISION)}")
     if args.turns > 1:  # about as many rows
@@ -266,9 +269,9 @@ def main() -> int:
         if args.model not in VISION or args.frame_pixels < 64:
             parser.error(f"--frame-pixels {args.frame_pixels}: of {' or '.join(VISION)}, 64 or more")
         size = replace(size, frame_pixels=args.frame_pixels)
-    output.mkdir(parents=True, exist_ok=True)
     if args.data and not args.data.is_file():
         parser.error(f"--data {args.data}: no such file")
+    output.mkdir(parents=True, exist_ok=True)
     with (output / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,7 +9,6 @@ import argparse
 import importlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from smoke.checks import Checks
 from training_process import process_group
 
 from verl_prefix.files import write_whole
+from verl_prefix.tools.arguments import Parser, folder_to_write
 from verl_prefix.tools.report import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,9 +68,10 @@ def run(dry_run: bool, out: Path, start_step: Callable[[str, float], int]) -> di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="gloo ranks and tiny models, without a GPU")
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_smoke", help="folder of gpu_smoke.json")
+    parser.add_argument("--out", type=folder_to_write, default=str(ROOT / "outputs" / "gpu_smoke"),
+        help="folder of gpu_smoke.json")  # fmt: skip
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     out = args.out.resolve()
@@ -80,8 +81,9 @@ def main() -> int:
         parser.error("torch.cuda.is_available() is False; add --dry-run to try the steps on a CPU")
     if args.step:
         return run_step(args.step, args.dry_run, out)
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("gpu_smoke", *STEPS):  # of an earlier run; what else is there may be someone's
+        (out / f"{name}.json").unlink(missing_ok=True)
 
     def start_step(name: str, seconds: float) -> int:
         # megatron-core is in an environment of its own where this is developed (`make setup-megatron`).

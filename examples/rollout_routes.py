@@ -5,7 +5,6 @@ A random Qwen3-MoE of three layers, 2 of 8 experts, in bf16. Replicas have the s
 verl gives a request to the one that has the fewest.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,9 @@ import pyarrow.parquet as pq
 import torch
 from training_process import ROOT, environment
 
+from verl_prefix.files import write_whole
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.tools.arguments import Parser, file_to_write
 from verl_prefix.tools.report import provenance
 from verl_prefix.trace import Trace
 
@@ -79,14 +80,14 @@ def recorded(folder: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("out", type=Path, help="the report")
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=file_to_write, help="the report")
     out = parser.parse_args().out
     os.environ.setdefault("RAY_worker_niceness", "0")
     report = provenance("rollout_routes/1", "cpu") | {"block": BLOCK, "replicas": 2}
     with tempfile.TemporaryDirectory() as folder:
         report |= recorded(Path(folder))
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    write_whole(out, json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 
 

@@ -4,7 +4,6 @@ Writes examples/results/simulated_tables.json, .md and .png (`make -C examples/r
 simulated, by `verl_prefix.tools.simulate`.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -20,6 +19,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from verl_prefix.core.groups import Group
 from verl_prefix.files import write_whole
+from verl_prefix.tools.arguments import Parser, file_to_write
 from verl_prefix.tools.bench.options import SHAPES
 from verl_prefix.tools.plots import Bars, save
 from verl_prefix.tools.report import provenance, table
@@ -150,8 +150,8 @@ def write_report(
     Args:
         about: the script's docstring. measured: makes the report, but for its provenance.
     """
-    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=ROOT / f"examples/results/{name}.json")
+    parser = Parser(description=(about or "").partition("\n")[0])
+    parser.add_argument("--out", type=file_to_write, default=str(ROOT / f"examples/results/{name}.json"))
     out: Path = parser.parse_args().out
     start = time.process_time()
     report = provenance(schema, "cpu") | measured()

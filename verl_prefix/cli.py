@@ -4,17 +4,17 @@ import argparse
 import contextlib
 import importlib.util
 import logging
-import math
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from verl_prefix.tools import doctor
+from verl_prefix.tools.arguments import Parser, at_least, file_to_write, folder_to_write, names, numbers
 from verl_prefix.tools.report import warnings_last
 from verl_prefix.versions import install_verl, installed_version
 
@@ -61,16 +61,6 @@ examples:
   verl-prefix bench --render bench.json --into README.md
 
 exit codes: 0 measured; 2 wrong words or files, said in one line"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Takes whole names of options alone; says what is wrong in one line, without the usage above it."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def _quieten_verl() -> None:
@@ -120,11 +110,9 @@ def _ab(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from verl_prefix.tools.plan.options import Options
-    from verl_prefix.tools.report import check_out
 
-    as_json = arguments.json or str(arguments.out) == "-"
-    out = None if str(arguments.out) == "-" else arguments.out
-    check_out(out)
+    as_json = arguments.json or arguments.out == "-"
+    out = None if arguments.out == "-" else arguments.out
     options = Options(**_given(arguments, Options))
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # nothing runs: any machine will do
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no backend, says torch
@@ -142,56 +130,18 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.into:
         raise ValueError("--into is for --render")
     from verl_prefix.tools.bench.options import Options, Size
-    from verl_prefix.tools.report import check_out
+    from verl_prefix.tools.report import refuse_dirty
 
     sizes = tuple(
         Size(*size).with_turns(arguments.turns, arguments.thinking, arguments.tool)
         for size in (*report.grid(arguments.grid), *arguments.rows)
     )
-    check_out(arguments.out, arguments.allow_dirty)
+    if arguments.out and not arguments.allow_dirty:
+        refuse_dirty()
     options = Options(sizes, **_given(arguments, Options))
     from verl_prefix.tools.bench import measure
 
     return measure.run(options, arguments.out)
-
-
-def _numbers(form: str, counts: Container[int]) -> Callable[[str], tuple[int, ...]]:
-    """Reader of so many numbers above 0, divided as in `form`."""
-
-    def read(text: str) -> tuple[int, ...]:
-        values = [int(x) if x.isdecimal() else 0 for x in text.split("/" if "/" in form else ",")]
-        if len(values) not in counts or min(values) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r}: write {form}, numbers above 0")
-        return tuple(values)
-
-    return read
-
-
-def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Reader of some of the names, comma-separated, each at most once."""
-
-    def read(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
-        if not set(names) <= set(known) or len(set(names)) < len(names):
-            raise argparse.ArgumentTypeError(f"{text!r}: name each of {', '.join(known)} at most once")
-        return names
-
-    return read
-
-
-def _at_least(least: float, kind: type = int) -> Callable[[str], Any]:
-    """Reader of a finite number."""
-
-    def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a number of {least} or more")
-        return value
-
-    return read
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
@@ -203,23 +153,23 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     command.set_defaults(run=_bench)
     add = command.add_argument
     add("--grid", choices=GRIDS, action="append", default=[], help="rows by name; repeatable")
-    add("--rows", type=_numbers("P/S/G", (3,)), nargs="+", default=[], metavar="P/S/G",
+    add("--rows", type=numbers("P/S/G", (3,)), nargs="+", default=[], metavar="P/S/G",
         help="prefix and response tokens, rows per prompt")  # fmt: skip
-    add("--turns", type=_at_least(1), help="of a session, a row each, whose prompt has the turns before it; P/S/G are "
+    add("--turns", type=at_least(1), help="of a session, a row each, whose prompt has the turns before it; P/S/G are "
         "the first prompt, a turn's response, sessions; default %(default)s", default=Size(1, 1, 1).turns)  # fmt: skip
-    add("--thinking", type=_at_least(0), help="of a response: tokens that later prompts leave out; default 3/4 of S")
-    add("--tool", type=_at_least(0), help="tokens of a tool's answer behind a turn; default S")
+    add("--thinking", type=at_least(0), help="of a response: tokens that later prompts leave out; default 3/4 of S")
+    add("--tool", type=at_least(0), help="tokens of a tool's answer behind a turn; default S")
     add("--shape", choices=SHAPES, help=f"of the model; default {Options.shape}")
-    add("--arms", type=_names(ARMS), help="some of all arms, comma-separated")
-    add("--layers", type=_at_least(1), help="default all of the shape")
-    add("--repeats", type=_at_least(1), help=f"rounds of all arms; default {Options.repeats}")
+    add("--arms", type=names(ARMS), help="some of all arms, comma-separated")
+    add("--layers", type=at_least(1), help="default all of the shape")
+    add("--repeats", type=at_least(1), help=f"rounds of all arms; default {Options.repeats}")
     add("--truth", choices=("float64", "float32", "none"), help=f"of gradients; default {Options.truth}")
     add("--device", choices=("cpu", "cuda"), help="default cuda where there is one")
-    add("--threads", type=_at_least(1), help="of torch on a CPU")
+    add("--threads", type=at_least(1), help="of torch on a CPU")
     add("--no-memory", action="store_false", dest="memory", default=None, help="no peak memory")
     add("--compile", action="store_true", default=None, help="compile decoder layers, in every arm")
-    add("--capacity", type=_at_least(0.001, float), metavar="GIB", help="also: the longest rows that train in this")
-    add("--out", type=Path, help="JSON, with .md and .png beside it; goes on where it left off")
+    add("--capacity", type=at_least(0.001, float), metavar="GIB", help="also: the longest rows that train in this")
+    add("--out", type=file_to_write, help="JSON, with .md and .png beside it; goes on where it left off")
     add("--allow-dirty", action="store_true", help="write it from uncommitted files too")
     add("--render", type=Path, metavar="JSON", help="only write a report's .md and .png again")
     add("--into", type=Path, metavar="FILE", help="and its table between the marks in this file")
@@ -233,20 +183,20 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
     command.set_defaults(run=_ab)
     add = command.add_mutually_exclusive_group(required=True).add_argument
     add("--trace", metavar="DIR", help="what actor_rollout_ref.actor.prefix.trace_dir recorded")
-    add("--synthetic", type=lambda text: (*_numbers("P,S,G or P,S,G,N", (3, 4))(text), 1)[:4], metavar="P,S,G[,N]",
+    add("--synthetic", type=lambda text: (*numbers("P,S,G or P,S,G,N", (3, 4))(text), 1)[:4], metavar="P,S,G[,N]",
         help="random rows: prompt and response tokens, rows, groups")  # fmt: skip
     add("--runs", nargs=2, metavar=("A", "B"),
         help="two finished runs: JSON lines of verl's file logger, or event files")  # fmt: skip
     add = command.add_argument
     add("--model", help="the model's folder, where it is not the recorded path")
-    add("--arms", type=_names(ARMS),
+    add("--arms", type=names(ARMS),
         help="of auto, packed, phased, and stock_repacked (stock again, its rows reversed and micro-batches twice as "
         f"large: what rounding alone changes); default {','.join(Options.arms)}")  # fmt: skip
-    add("--steps", type=_at_least(1), help=f"steps to replay; default all that were recorded, or {MADE_UP_STEPS}")
-    add("--ranks", type=_at_least(1), help="ranks to replay on, a divisor of the recorded ones")
+    add("--steps", type=at_least(1), help=f"steps to replay; default all that were recorded, or {MADE_UP_STEPS}")
+    add("--ranks", type=at_least(1), help="ranks to replay on, a divisor of the recorded ones")
     add("--dtype", choices=("fp32", "bf16"), help="of forward and backward; default as recorded")
-    add("--truth-steps", type=_at_least(0), help=f"first steps that the truth takes too; default {Options.truth_steps}")
-    add("--out", type=Path, default=Path("outputs/ab"), help="folder of the report; default %(default)s")
+    add("--truth-steps", type=at_least(0), help=f"first steps that the truth takes too; default {Options.truth_steps}")
+    add("--out", type=folder_to_write, default="outputs/ab", help="folder of the report; default %(default)s")
     add("--force", action="store_true", help="replace a report that is there")
 
 
@@ -266,10 +216,10 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         "STD without one is half the mean; of a folder with rows of turns, these rows")  # fmt: skip
     add("--prompt-lengths", metavar="MEAN[,DEVIATION]", help="plan without data and tokenizer: prompts of these "
         "lengths, log-normal with this deviation of their logarithm, default 0")  # fmt: skip
-    add("--turns", type=_at_least(2), help="sessions of so many turns, a row each, behind the prompts of the data")
-    add("--thinking", type=_at_least(0), metavar="TOKENS", help="of a turn: thoughts, which later prompts leave out")
-    add("--say", type=_at_least(1), metavar="TOKENS", help="of a turn: what is said, and stays")
-    add("--tool", type=_at_least(0), metavar="TOKENS", help="of a turn: what a tool answers")
+    add("--turns", type=at_least(2), help="sessions of so many turns, a row each, behind the prompts of the data")
+    add("--thinking", type=at_least(0), metavar="TOKENS", help="of a turn: thoughts, which later prompts leave out")
+    add("--say", type=at_least(1), metavar="TOKENS", help="of a turn: what is said, and stays")
+    add("--tool", type=at_least(0), metavar="TOKENS", help="of a turn: what a tool answers")
     add("--dead-groups", type=float, default=0.0, metavar="SHARE",
         help="of groups without advantage, which updates leave out under prefix.skip_zero_advantage")  # fmt: skip
     add("--shares", metavar="SPEC", help="a stock step's shares, update=0.5,old=0.1,ref=0.1, or that run's JSON lines")
@@ -282,11 +232,12 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         help="h100, h200, h20, a100, or with rates of one's own; default %(default)s")  # fmt: skip
     add(
         "--fit",
-        type=_at_least(0.001, float),
+        type=at_least(0.001, float),
         metavar="GIB",
         help="of --simulate: also the longest prompt, group and wave that fit",
     )
-    add("--out", type=Path, help="also write the plan there, as JSON; - is --json")
+    add("--out", type=lambda text: text if text == "-" else file_to_write(text),
+        help="also write the plan there, as JSON; - is --json")  # fmt: skip
     add("--json", action="store_true", help="print JSON alone")
     return command
 
@@ -309,7 +260,7 @@ def _missing(error: ModuleNotFoundError, command: Callable[[argparse.Namespace],
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `verl-prefix`; the return value is the exit code."""
-    parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's actors.", epilog=EXAMPLES)
+    parser = Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's actors.", epilog=EXAMPLES)
     ours, verl, torch = (installed_version(name) or "not installed" for name in ("verl-prefix", "verl", "torch"))
     parser.add_argument("--version", action="version", version=f"verl-prefix {ours} (verl {verl}, torch {torch})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

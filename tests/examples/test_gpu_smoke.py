@@ -69,6 +69,16 @@ def test_the_first_failure_ends_it_and_is_in_the_report(smoke, tmp_path):
     assert smoke.run(True, tmp_path, lambda name, seconds: 0)["holds"]
 
 
+def test_what_else_is_in_the_folder_stays_and_no_earlier_verdict_does(smoke, tmp_path, monkeypatch):
+    for name in ("gpu_smoke", "kernels", "mine"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["gpu_smoke.py", "--dry-run", "--out", str(tmp_path)])
+    for name in ("VERL_PLATFORM", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")  # which main sets
+    monkeypatch.setattr(smoke, "run", lambda *_: {"holds": False})
+    assert smoke.main() == 1 and [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+
+
 @pytest.mark.parametrize("code", [0, 1, 124])
 def test_a_step_that_ends_without_a_word_fails(smoke, tmp_path, code):
     report = smoke.run(False, tmp_path, lambda name, seconds: code)

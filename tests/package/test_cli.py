@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from verl_prefix import cli
+from verl_prefix.tools import arguments
 from verl_prefix.tools.ab import options as ab
 from verl_prefix.tools.bench import options as bench
 
@@ -36,8 +38,10 @@ WRONG = {
     "ab --trace file": "ab: --trace file is not a folder; record a trace with",
     "ab --trace a --runs b c": "ab: argument --runs: not allowed with argument --trace",
     "ab --runs junk.json missing.jsonl": "ab: junk.json, line 1 is not what verl's file logger writes",
-    "plan --out missing/plan.json a=1": f"plan: --out missing/plan.json {MISSING}",
-    "plan --out . a=1": "plan: --out . is a folder",
+    "plan --out missing/plan.json a=1": f"plan: argument --out: missing/plan.json {MISSING}",
+    "plan --out . a=1": "plan: argument --out: . is a folder; write the name of a file",
+    "plan --out /proc/plan.json a=1": "plan: argument --out: /proc/plan.json cannot be written (No such file or",
+    "plan --out /dev/null a=1": "plan: argument --out: /dev/null is no plain file",
     "plan --fit 75 a=1": "plan: --fit is for a simulation; add --simulate",
     "plan --simulate --gpu b300 a=1": "plan: --gpu 'b300' is unknown; use one of h100, h200, h20, a100",
     "plan --simulate --fit 0 a=1": "plan: argument --fit: '0': give a number of 0.001 or more",
@@ -48,8 +52,9 @@ WRONG = {
     "plan --prompt-lengths": "plan: argument --prompt-lengths: expected one argument",
     "plan bash file": f"plan: file {NO_COMMAND}",
     "plan --cfg job": "plan: '--cfg' is no Hydra override",
-    "bench --grid tiny --allow-dirty --out missing/bench.json": f"bench: --out missing/bench.json {MISSING}",
-    "bench --grid tiny --allow-dirty --out .": "bench: --out . is a folder",
+    "bench --grid tiny --allow-dirty --out missing/bench.json": f"bench: argument --out: missing/bench.json {MISSING}",
+    "bench --grid tiny --allow-dirty --out .": "bench: argument --out: . is a folder",
+    "bench --grid tiny --allow-dirty --out /proc/b.json": "bench: argument --out: /proc/b.json cannot be written (",
     "bench --grid papers": "bench: argument --grid: invalid choice: 'papers' (choose from",
     "bench --grid tiny --arms stocks": "bench: argument --arms: 'stocks': name each of stock, stock_lean,",
     "bench --grid tiny --shape gpt": "bench: argument --shape: invalid choice: 'gpt' (choose from",
@@ -64,7 +69,8 @@ WRONG = {
     "ab --synthetic 9,4,1 --model m": "ab: --synthetic with groups of one row",
     "ab --synthetic 9,4,2 --model m --arms fast": "ab: argument --arms: 'fast': name each of auto, packed,",
     "ab --synthetic 9,4,2 --model m --steps 0": "ab: argument --steps: '0': give a number of 1 or more",
-    "ab --synthetic 9,4,2 --model m --out file": "ab: --out file is a file; give a folder",
+    "ab --synthetic 9,4,2 --model m --out file": "ab: argument --out: file cannot be written (Not a directory); name",
+    "ab --runs a b --out /proc/x/y": "ab: argument --out: /proc/x/y cannot be written (No such file or directory)",
     "ab --runs a b --steps 3": "ab: --runs compares finished runs, --steps is for a replay",
     "ab --runs a b": "ab: a: no JSON-lines file and no TensorBoard events",
 }
@@ -158,6 +164,44 @@ def test_no_command_of_the_repository_takes_half_an_option() -> None:
                 given = {word.arg: ast.unparse(word.value) for word in call.keywords}
                 if ast.unparse(call.func) != "super().__init__" or "formatter_class" in given:
                     assert given.get("allow_abbrev") == "False", path
+
+
+def test_every_report_is_known_to_be_writable_before_it_is_made() -> None:
+    """By a reader of `arguments`, of each option that names what is written; a default is read if it is text."""
+    found = []
+    for path in [ROOT / "verl_prefix/cli.py", *ROOT.glob("examples/*.py")]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and re.match(r"(\w+\.add_argument|add)\('(--)?out(put)?'", ast.unparse(call)):
+                given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+                assert "_to_write" in given["type"] or given["type"] == "_free", path  # demo.py's; it is run below
+                assert given.get("default", "str(").startswith(("str(", "'")), path
+                found.append(path.name)
+    assert len(found) >= 10, found
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "file/x"])
+@pytest.mark.parametrize(
+    ("words", "variable", "said"),
+    [
+        ("demo.py --output", "", ": argument --output: {} cannot be written ("),
+        ("learn.py --output", "", ": argument --output: {} cannot be written ("),
+        ("ab_grpo.sh plan", "OUT", "OUT={} cannot be written: set OUT to a folder"),
+        ("bench_gpu.sh", "RESULTS", "{} cannot be written: set RESULTS and OUT to folders"),
+    ],
+)
+def test_an_example_says_in_one_line_that_it_cannot_write(files, python, words, variable, said, place) -> None:
+    place, (name, *rest) = str(files / place), words.split()
+    command = ["bash" if variable else python, ROOT / "examples" / name, *rest, *[place] * (not variable)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | ({variable: place} if variable else {})
+    done = subprocess.run(command, env=env, cwd=files, capture_output=True, text=True, timeout=300, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and said.format(place) in line and done.stdout == ""
+    assert sorted(path.name for path in files.iterdir()) == ["file", "junk.json"]
+
+
+def test_what_can_be_written_is_not_made_yet(tmp_path) -> None:
+    for read, place in ((arguments.folder_to_write, tmp_path / "a" / "b"), (arguments.file_to_write, tmp_path / "a")):
+        assert read(str(place)) == place and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["", "doctor", "plan", "ab", "bench"])

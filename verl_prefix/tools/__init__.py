@@ -6,6 +6,7 @@
     ab/         does our engine compute what verl's does? A run's recorded updates, replayed through both
     bench/      how fast is one update, how much memory does it take? Measured, without verl
     report, plots, memory    tables, pictures and memory figures of all of them
+    arguments   words of their command lines, and of the examples'
 
 `verl_prefix.cli` reads the command line. A command reads files and options first, and imports torch, transformers or
 verl only when they are in order. It makes one dictionary, the report: written as JSON, and from that shown in tables.

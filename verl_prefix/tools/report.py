@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_prefix.versions import COMMIT, device_name, git_state, package_versions
@@ -24,19 +23,9 @@ def code_of(report: dict[str, Any]) -> str:
     return f"verl-prefix {report['versions']['verl-prefix']}"
 
 
-def check_out(out: Path | None, allow_dirty: bool = True) -> None:
-    """What can be said of a report's file before it is made.
-
-    Args:
-        allow_dirty: a report of uncommitted files is wanted.
-
-    Raises:
-        ValueError: it cannot be a file, or its code differs from the commit.
-    """
-    if out and (out.is_dir() or not out.parent.is_dir()):
-        wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
-        raise ValueError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
-    if out and not allow_dirty and (git := git_state())["dirty"]:
+def refuse_dirty() -> None:
+    """Raises ValueError where the code that makes a report differs from its commit."""
+    if (git := git_state())["dirty"]:
         wrong = "the git tree has uncommitted files: commit them"
         if git["commit"] is None:
             wrong = f"this copy of verl_prefix is neither installed nor a git checkout: set {COMMIT} to its commit"

@@ -21,9 +21,7 @@ FILES = ("report.json", "report.md", "report.png", STEPS)
 
 
 def refuse_overwrite(output: Path, force: bool) -> None:
-    """Raises ValueError where `output` is a file, or holds a report or the steps of a replay that was killed."""
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--out {output} is a file; give a folder")
+    """Raises ValueError where `output` holds a report, or the steps of a replay that was killed."""
     for path in (output / name for name in FILES):
         if path.exists() and path.stat().st_size and not force:
             raise ValueError(f"{path} exists; add --force to replace it, or give another --out")
