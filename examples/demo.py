@@ -1,7 +1,7 @@
 """`make demo`: GRPO on a machine without a GPU, first with verl's stock actor, then with the shared-prefix actor.
 
 Both arms are `python -m verl.trainer.main_ppo` with the same model, data, seed and trainer. They differ in what `ARMS`
-lists: the actor's engine. `demo_report` compares what verl logged; any failure, different numbers at step 1, a rollout
+lists: the actor's engine. `demo_verdict` compares what verl logged; any failure, different numbers at step 1, a rollout
 that has not the actor's weights, or a run that shared nothing make the exit status 1.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import demo_report
+import demo_verdict
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
@@ -186,13 +187,13 @@ def run_recipe(script: str, *flags: str, **options: object) -> None:
         raise SystemExit(f"recipes/{script} failed with the message above; it ran as: {' '.join(command)}")
 
 
-def run_arm(name: str, arguments: list[str], output: Path, size: Size, progress: Progress) -> demo_report.Arm:
+def run_arm(name: str, arguments: list[str], output: Path, size: Size, progress: Progress) -> demo_verdict.Arm:
     """Train one arm and return what became of it; every second, show its phase and step."""
     log_path, metrics_path = output / f"{name}.log", output / f"{name}.jsonl"
     env = environment(metrics_path)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
     command.append(f"hydra.run.dir={output / 'hydra' / name}")
-    arm = demo_report.Arm(name, metrics_path, log_path, None, 0.0)
+    arm = demo_verdict.Arm(name, metrics_path, log_path, None, 0.0)
     task = progress.add_task(name, total=size.steps, phase="starting")
     memory = dict.fromkeys(ROLES, 0.0)
     start = moved = time.monotonic()
@@ -215,7 +216,7 @@ def run_arm(name: str, arguments: list[str], output: Path, size: Size, progress:
         error = f"verl exited with status {process.returncode} at {shown!r}"
     progress.update(task, completed=len(arm.steps()), phase="failed" if error else "done")
     progress.stop_task(task)
-    return demo_report.Arm(name, metrics_path, log_path, error, time.monotonic() - start, memory)
+    return demo_verdict.Arm(name, metrics_path, log_path, error, time.monotonic() - start, memory)
 
 
 def _phase(log_path: Path) -> str:
@@ -341,7 +342,7 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
         "size": asdict(size),
     }
     config |= {"shared": shared, "arms": arms}
-    return demo_report.finish(demo_report.build(stock, prefix, size.steps, config), output, console)
+    return demo_report.finish(demo_verdict.build(stock, prefix, size.steps, config), output, console)
 
 
 if __name__ == "__main__":

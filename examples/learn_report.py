@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import demo_report
+from demo_verdict import CURVES, PREFIX, TIMINGS
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +22,7 @@ SCHEMA = "verl_prefix.learn/1"
 LEAST_RISE, LEAST_ERRORS, SEEDS = 0.10, 3.0, 2
 WINDOW = 5  # steps whose mean reward is a run's reward at its start and at its end
 ACCURACY = "val-core/musique/acc/mean@1"
-REWARD, SECONDS = demo_report.CURVES["reward"], demo_report.TIMINGS["step"]
+REWARD, SECONDS = CURVES["reward"], TIMINGS["step"]
 Curve = dict[int, dict[str, float]]  # what verl logged, by step; step 0 is the start after SFT
 
 
@@ -90,9 +90,8 @@ def _spread(rewards: list[float]) -> dict[str, float] | None:
 
 
 def _kept(key: str) -> bool:
-    return key in {*demo_report.CURVES.values(), *demo_report.TIMINGS.values(), "response_length/mean"} or key.endswith(
-        demo_report.PREFIX
-    )
+    shown = {*CURVES.values(), *TIMINGS.values(), "response_length/mean"}
+    return key in shown or key.endswith(PREFIX)
 
 
 def build(output: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -33,24 +33,25 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def demo_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def demo_verdict(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import demo_report
+    import demo_verdict
 
-    return demo_report
+    return demo_verdict
 
 
 @pytest.fixture
-def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, Any]]]:
+def run(demo_verdict: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, Any]]]:
     """Write both metric files, changed at step 1 by `stock` and `prefix`, stock's at step 3 by `last_stock`.
 
     Returns exit status, text and report.
     """
+    import demo_report
 
     def metrics(name: str, step: int, edit: Edit) -> Edit:
-        data = {key: 0.25 * step for key in demo_report.ROLLOUTS} | {"actor/pg_loss": 0.0, "actor/entropy": 2.5}
+        data = {key: 0.25 * step for key in demo_verdict.ROLLOUTS} | {"actor/pg_loss": 0.0, "actor/entropy": 2.5}
         data |= {"critic/rewards/mean": 0.1 * step, "actor/loss": -0.0025 * step, "actor/grad_norm": 0.4 / step}
-        data |= {key: (4.0 if name == "stock" else 1.0) * step**2 for key in demo_report.TIMINGS.values()}
+        data |= {key: (4.0 if name == "stock" else 1.0) * step**2 for key in demo_verdict.TIMINGS.values()}
         data |= {"training/rollout_probs_diff_max": 3e-9}
         data |= REUSE if name == "prefix" else {}
         return {k: v for k, v in (data | edit).items() if v is not None}
@@ -80,10 +81,10 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
             path, log_path = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.log"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
             log_path.write_text(log + "".join(f"{name} line {i}\n" for i in range(99)))
-            arms.append(demo_report.Arm(name, path, log_path, error if name == "prefix" else None, 60.0))
+            arms.append(demo_verdict.Arm(name, path, log_path, error if name == "prefix" else None, 60.0))
         text = io.StringIO()
         config = {"model": "none", "workload": "synthetic", "rollout": rollout, "size": {"turns": turns}}
-        report = demo_report.build(*arms, num_steps=3, config=config)
+        report = demo_verdict.build(*arms, num_steps=3, config=config)
         status = demo_report.finish(report, tmp_path, Console(file=text, width=200))
         return status, text.getvalue(), json.loads((tmp_path / "report.json").read_text())
 
@@ -210,16 +211,16 @@ def test_tokens_of_turns_are_shown_and_trees_must_save_some(
     assert "tokens" not in run(log=said(6000, 2000))[2]
 
 
-def test_committed_reports_hold_what_follows_from_their_steps(demo_report: ModuleType) -> None:
+def test_committed_reports_hold_what_follows_from_their_steps(demo_verdict: ModuleType) -> None:
     found = [path for path in (ROOT / "examples" / "results").glob("*.json") if "demo/" in path.read_text()[:50]]
     assert len(found) >= 7
     for path in found:
         report = json.loads(path.read_text())
-        demo_report.derive(again := json.loads(path.read_text()))
+        demo_verdict.derive(again := json.loads(path.read_text()))
         assert report == again, f"run python examples/demo_report.py {path.relative_to(ROOT)}"
 
 
-def test_leaving_a_run_ends_what_it_started_in_other_process_groups(demo_report: ModuleType, tmp_path: Path) -> None:
+def test_leaving_a_run_ends_what_it_started_in_other_process_groups(demo_verdict: ModuleType, tmp_path: Path) -> None:
     import training_process
 
     child = "import os, time; os.setpgid(0, 0); print(os.getpid(), flush=True); time.sleep(3600)"
@@ -236,7 +237,7 @@ def test_leaving_a_run_ends_what_it_started_in_other_process_groups(demo_report:
 
 @pytest.mark.parametrize(("seconds_per_step", "error"), [(700, None), (1200, "no progress for 900 s, at 'step 2'")])
 def test_an_arm_that_is_slow_goes_on_and_one_that_stands_still_is_ended(
-    demo_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_step: int, error: str | None
+    demo_verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_step: int, error: str | None
 ) -> None:
     """On a clock that jumps by 100 s; verl's place is taken by steps that appear in its metrics."""
     import demo
@@ -264,7 +265,7 @@ def test_an_arm_that_is_slow_goes_on_and_one_that_stands_still_is_ended(
 
 
 def test_a_second_demo_in_the_same_folder_is_refused(
-    demo_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo_verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import demo
 
@@ -279,7 +280,7 @@ def test_a_second_demo_in_the_same_folder_is_refused(
 
 
 def test_a_run_leaves_the_report_of_another_alone_and_says_how_long_it_takes(
-    demo_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo_verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import demo
 
@@ -308,7 +309,7 @@ def test_numbers_that_are_zero_to_rounding_have_no_relative_difference(run: Call
 
 
 def test_a_tiny_model_is_written_without_a_bar(
-    demo_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo_verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import demo
     from transformers.utils.logging import enable_progress_bar
@@ -322,7 +323,7 @@ def test_a_tiny_model_is_written_without_a_bar(
     assert "Writing model shards" not in capsys.readouterr().err
 
 
-def test_arms_differ_in_the_engine_alone(demo_report: ModuleType, tmp_path: Path) -> None:
+def test_arms_differ_in_the_engine_alone(demo_verdict: ModuleType, tmp_path: Path) -> None:
     import demo
 
     shared = demo.overrides("model", tmp_path, "hf", 1, demo.SIZES["tiny"])
