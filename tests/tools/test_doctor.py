@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -116,6 +117,25 @@ def test_doctor_says_what_a_machine_without_a_gpu_needs(run_doctor, tmp_path):
     assert "info platform PlatformCUDA device=cuda VERL_PLATFORM=unset, not available here" in result.stdout
     last = result.stdout.splitlines()[-1]
     assert last == "registered; not runnable here: no CUDA device, set VERL_PLATFORM=cpu"
+
+
+ANOTHER_PLUGIN = """
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+"""
+
+
+def test_a_plugin_that_needs_the_cpu_platform_before_it_is_there_is_named(run_doctor, tmp_path):
+    """verl loads plugins in the order of sys.path, and says nothing of one that fails."""
+    installed = tmp_path / "another-0.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: another\nVersion: 0.1\n")
+    (installed / "entry_points.txt").write_text("[verl.plugins]\nanother = another_plugin\n")
+    (tmp_path / "another_plugin.py").write_text(ANOTHER_PLUGIN)
+    told = run_doctor(tmp_path).stdout
+    assert "info plugin 'another' of verl did not load: another_plugin\n" in told
+    (first,) = re.findall(r"load ours first: (\w+)=(.+)", told)
+    result = run_doctor(tmp_path, **dict([first]))
+    assert result.returncode == 0 and "did not load" not in result.stdout
 
 
 OLD = {"trl/__init__.py": "AutoModelForCausalLMWithValueHead = object"}

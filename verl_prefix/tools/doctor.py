@@ -109,10 +109,10 @@ def _check_trl() -> Iterator[Finding]:
     yield _required(problem, line)
 
 
-def _policy() -> tuple[str, bool]:
-    """VERL_USE_EXTERNAL_PLUGINS as verl/__init__.py reads it, and whether it lets this plugin in."""
+def _policy(plugin: str = PLUGIN) -> tuple[str, bool]:
+    """VERL_USE_EXTERNAL_PLUGINS as verl/__init__.py reads it, and whether it lets a plugin in."""
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
-    return policy, policy == "auto" or PLUGIN in {name.strip() for name in policy.split(",")}
+    return policy, policy == "auto" or plugin in {name.strip() for name in policy.split(",")}
 
 
 def _check_policy() -> Iterator[Finding]:
@@ -128,11 +128,14 @@ def _check_plugin() -> Iterator[Finding]:
     verl = _load("verl", "import verl")
     loaded_by_verl = "verl_prefix.plugin" in sys.modules
     _load("verl_prefix.plugin", "the plugin does not load and verl goes on without it")
+    hidden = "its error: python -c 'import logging; logging.basicConfig(level=10); import verl'"
     if _policy()[1]:
-        hidden = (
-            "verl could not load it; its error: python -c 'import logging; logging.basicConfig(level=10); import verl'"
-        )
-        yield _required(None if loaded_by_verl else hidden, f"plugin loaded by {verl.__file__}: {loaded_by_verl}")
+        problem = None if loaded_by_verl else f"verl could not load it; {hidden}"
+        yield _required(problem, f"plugin loaded by {verl.__file__}: {loaded_by_verl}")
+    for other in importlib.metadata.entry_points(group="verl.plugins"):
+        if _policy(other.name)[1] and other.module not in sys.modules:
+            first = "; if that is Unknown platform 'cpu', load ours first: VERL_USE_EXTERNAL_MODULES=verl_prefix.plugin"
+            yield Finding("info", f"plugin {other.name!r} of verl did not load: {other.value}", hidden + first)
 
 
 def _platform() -> Any:
