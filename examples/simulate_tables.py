@@ -225,7 +225,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
     }
     best = [max(column) for column in zip(*bars.values(), strict=True)]
     offload = max(ours / stock for ours, stock in zip(peaks["phased+offload"], peaks["stock"], strict=True))
-    faster = f"Simulated: an update is {min(best):.1f} to {max(best):.1f} times as fast"
+    faster = f"Simulated: the fastest of ours is {min(best):.1f} to {max(best):.1f} times as fast"
     smaller = f"Simulated: with offload a peak is at most {offload:.2f} of stock's"
     panels = [Bars(faster, "times stock", "setting", names, bars), Bars(smaller, "GiB", "setting", names, peaks)]
     return save(path, "Updates on GPUs as the simulator has them; no GPU ran", panels)
