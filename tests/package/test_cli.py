@@ -199,6 +199,18 @@ def test_an_example_says_in_one_line_that_it_cannot_write(files, python, words, 
     assert sorted(path.name for path in files.iterdir()) == ["file", "junk.json"]
 
 
+def test_an_example_costs_what_its_page_says_and_its_threads_do_not_spin() -> None:
+    page = (ROOT / "examples/README.md").read_text()
+    known = []
+    for path in ROOT.glob("examples/*.py"):
+        before, _, text = path.read_text().partition("\nimport torch\n")
+        if cost := re.search(r'^COST = "About (.+?) on two', text, re.M):
+            assert re.search(rf"^\| `{path.name}` \| .+ \| {cost[1]} \|$", page, re.M), path
+            assert 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")' in before, path
+            known.append(path)
+    assert len(known) == 3
+
+
 def test_what_can_be_written_is_not_made_yet(tmp_path) -> None:
     for read, place in ((arguments.folder_to_write, tmp_path / "a" / "b"), (arguments.file_to_write, tmp_path / "a")):
         assert read(str(place)) == place and not list(tmp_path.iterdir())
