@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import logging
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -129,16 +130,18 @@ def test_a_report_of_a_known_gpu_has_the_share_of_its_peak(device, dtype, mfu):
     assert arm.get("mfu") == mfu
 
 
-def test_a_rank_of_ab_takes_its_gpu_and_both_kinds_of_collectives(gpu, monkeypatch):
+def test_a_rank_of_ab_takes_its_gpu_and_both_kinds_of_collectives(gpu, monkeypatch, caplog):
     pytest.importorskip("verl")
     from verl_prefix.tools.ab import command
 
-    joined = []
+    joined, renaming = [], "torch.fx._symbolic_trace"
+    caplog.set_level(logging.WARNING, logger=renaming)
     monkeypatch.setattr(command.dist, "init_process_group", lambda *args, **options: joined.append((args, options)))
     monkeypatch.setattr(command.os, "environ", {})
     command.join_ranks(2, 8, "file:///folder/rendezvous")
     assert gpu.said == ["device 2"]
     assert joined == [(("cpu:gloo,cuda:nccl", "file:///folder/rendezvous"), {"rank": 2, "world_size": 8})]
+    assert not logging.getLogger(renaming).isEnabledFor(logging.WARNING)  # torch's own is no news in a rank either
 
 
 def test_a_pass_of_ab_is_measured_on_the_gpu(gpu, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -59,6 +60,7 @@ def join_ranks(rank: int, ranks: int, init_method: str) -> None:
     """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))  # as torchrun tells verl
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # of torch's own renaming
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank)
