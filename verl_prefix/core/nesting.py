@@ -29,14 +29,14 @@ class _Stretch(NamedTuple):
 
     Attributes:
         strand, end, length: the stretch ends before token `end` of the strand's row.
-        units: (suffix tokens, rows) of each unit that leaves the strand at the stretch's end.
+        units: each unit that leaves the strand at the stretch's end.
         next: numbers of the stretches that follow.
     """
 
     strand: int
     end: int
     length: int
-    units: list[tuple[int, range]]
+    units: list[_Leaf]
     next: list[int]
 
 
@@ -47,12 +47,15 @@ class _PhaseAChoice(NamedTuple):
         stretches: their numbers.
         tokens: number of their tokens that stay alive.
         units: each unit that leaves these stretches.
+        unit_tokens, longest_unit: tokens of all these units, and of the longest one.
         next: the first stretches after these.
     """
 
     stretches: frozenset[int]
     tokens: int
     units: list[_Leaf]
+    unit_tokens: int
+    longest_unit: int
     next: list[int]
 
 
@@ -124,8 +127,7 @@ class Nesting:
 
         def way(number: int) -> _Way:
             stretch = self._stretches[number]
-            leaves = tuple((tokens, tuple(rows)) for tokens, rows in stretch.units)
-            return _Way(0, 0, frozenset((number,)), tuple((i, way(i)) for i in stretch.next), leaves, 1)
+            return _Way(0, 0, frozenset((number,)), tuple((i, way(i)) for i in stretch.next), tuple(stretch.units), 1)
 
         return self._pass(self._group, way(0)) if self._can_nest else None
 
@@ -133,7 +135,7 @@ class Nesting:
         """Fills `_stretches`; returns whether the tree can be nested: it has two stretches or more, and in every unit
         the rows without a suffix lie on the path of the row with the longest one."""
         group = self._group
-        units_of: dict[int, dict[int, list[tuple[int, range]]]] = {}  # of each strand: units, by where they leave it
+        units_of: dict[int, dict[int, list[_Leaf]]] = {}  # of each strand: units, by where they leave it
         for start, end in group.units():
             last = max(range(start, end), key=lambda i: group.suffix_lens[i])
             path = {strand: until for strand, _, until in group.strands_before(group.forks[last])}
@@ -141,7 +143,7 @@ class Nesting:
             if not path or any(fork.start > path.get(fork.strand, 0) for fork in forks):
                 return False
             number, at_token = group.forks[last]
-            unit = group.suffix_lens[last], range(start, end)
+            unit = group.suffix_lens[last], tuple(range(start, end))
             units_of.setdefault(number, {}).setdefault(at_token, []).append(unit)
         begins: dict[int, set[int]] = {}  # of each strand: where strands that follow it begin
         for strand in group.strands:
@@ -178,8 +180,10 @@ class Nesting:
     def _choice(self, numbers: Sequence[int]) -> _PhaseAChoice:
         inside, stretches = frozenset(numbers), [self._stretches[i] for i in numbers]
         alive = 0 if self._offload else sum(stretch.length for stretch in stretches)
-        units = [(tokens, tuple(rows)) for stretch in stretches for tokens, rows in stretch.units]
-        return _PhaseAChoice(inside, alive, units, [i for each in stretches for i in each.next if i not in inside])
+        units = [unit for stretch in stretches for unit in stretch.units]
+        lens = [0, *(tokens for tokens, _ in units)]
+        following = [i for each in stretches for i in each.next if i not in inside]
+        return _PhaseAChoice(inside, alive, units, sum(lens), max(lens), following)
 
     def _best(self) -> _Way:
         """The way for the whole tree. A loop, since a session of some hundred turns is deeper than Python's stack:
@@ -198,8 +202,11 @@ class Nesting:
                         alive_before[following].add(alive + choice.tokens)
         best: dict[tuple[int, int], _Way] = {}
         for number, alive, tries in reversed(tried):
-            ways = (self._way(choice, alive + choice.tokens, best) for choice in tries)
-            best[number, alive] = min(ways, key=lambda way: (max(way.peak, self._budget), way.forwards, way.peak))
+            way: _Way | None = None
+            for choice in tries:
+                way = self._better(way, choice, alive + choice.tokens, best)
+            assert way is not None
+            best[number, alive] = way
         return best[0, 0]
 
     def _room(self, alive: int) -> int:
@@ -215,22 +222,37 @@ class Nesting:
         room = self._room(alive)
         return [i for i in choice.next if self._sizes[i] > room]
 
-    def _way(self, choice: _PhaseAChoice, alive: int, best: Mapping[tuple[int, int], _Way]) -> _Way:
-        """The way that begins with a phase A.
+    def _better(
+        self, than: _Way | None, choice: _PhaseAChoice, alive: int, best: Mapping[tuple[int, int], _Way]
+    ) -> _Way:
+        """The way that begins with a phase A; or `than`, where that is as good.
 
         Args:
             alive: tokens that are alive after that phase A.
             best: ways of the stretches that follow, by the stretch and the tokens that are alive before it.
         """
         room = self._room(alive)
-        leaves = [*choice.units, *((self._sizes[i], self._rows[i]) for i in choice.next if self._sizes[i] <= room)]
-        inner = [(i, best[i, alive]) for i in self._apart(choice, alive)]
-        leaves.sort(key=lambda leaf: leaf[1])
+        fit = [i for i in choice.next if self._sizes[i] <= room]
+        inner = tuple((i, best[i, alive]) for i in self._apart(choice, alive))
+
+        def way(passes: int, largest: int, leaves: Sequence[_Leaf] = ()) -> _Way:
+            peak = max([alive + largest, *(each.peak for _, each in inner)])
+            forwards = 1 + passes + sum(each.forwards for _, each in inner)
+            return _Way(peak, forwards, choice.stretches, inner, tuple(leaves), room)
+
+        if than is not None and choice.longest_unit <= room:  # else a pass may have more than the room
+            # Bins take long to make. There are no fewer than this, and the largest of as few has an even share.
+            tokens = choice.unit_tokens + sum(self._sizes[i] for i in fit)
+            fewest = -(-tokens // max(room, 1))
+            if self._cost(way(fewest, -(-tokens // max(fewest, 1)))) >= self._cost(than):
+                return than
+        leaves = sorted([*choice.units, *((self._sizes[i], self._rows[i]) for i in fit)], key=lambda leaf: leaf[1])
         bins = _even_bins(leaves, room)
-        largest = max((sum(tokens for tokens, _ in each) for each in bins), default=0)
-        peak = max([alive + largest, *(way.peak for _, way in inner)])
-        forwards = 1 + len(bins) + sum(way.forwards for _, way in inner)
-        return _Way(peak, forwards, choice.stretches, tuple(inner), tuple(leaves), room)
+        found = way(len(bins), max((sum(tokens for tokens, _ in each) for each in bins), default=0), leaves)
+        return found if than is None else min(than, found, key=self._cost)
+
+    def _cost(self, way: _Way) -> tuple[int, int, int]:
+        return max(way.peak, self._budget), way.forwards, way.peak
 
     def _pass(self, group: Group, way: _Way) -> PhasedPass:
         """The pass of a way; `group` is the whole group, or its part that is nested in the phase A around."""
