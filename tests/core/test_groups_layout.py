@@ -286,6 +286,17 @@ def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
     assert max(call.spans.k[-1] for call in crosses) * 8 * 128 * 2 * 2 <= 16 << 20
 
 
+def test_short_blocks_are_joined_in_a_call_and_long_ones_copy_no_keys():
+    """Turns of 100 or of 400 tokens, each of which reads another part of one strand."""
+    for length, joined in ((100, [5, 1]), (400, [1] * 6)):
+        segments = [Segment(600), *(Segment(length, ((0, 100 * i),)) for i in range(1, 7))]
+        _, *crosses = calls_of(segments, AttentionParams(1.0), CPU, (0,))
+        assert [len(call.spans.lens) for call in crosses] == joined
+        assert all(
+            isinstance(call.prefixes[0].tokens, slice) == (n == 1) for call, n in zip(crosses, joined, strict=True)
+        )
+
+
 def test_a_nested_pass_copies_no_key_of_a_chain():
     """A session of one strand, whose first 500 tokens a phase A computes; two rows leave what follows."""
     segments = [Segment(6000, ((0, 500),)), Segment(4, ((0, 5500),)), Segment(3, ((0, 6500),))]

@@ -189,9 +189,10 @@ class Call(NamedTuple):
 
 # A path, and (first token in the packed row, number of tokens) of each of the neighbours with that path.
 Block = tuple[Path, list[Run]]
-# The most keys that a call of several blocks may copy: 16 MiB of keys and values at 8 heads of 128 in bf16, and in
-# backward four times as much, where flash-attn repeats them per query head. The keys of one block may need no copy.
-_MAX_COPIED = 2**12
+# Of a call of several blocks: the most keys, which it copies (16 MiB of keys and values at 8 heads of 128 in bf16, and
+# in backward four times as much, where flash-attn repeats them per query head); and the most queries. A block with more
+# keeps a GPU busy by itself, and may need no copy.
+_MAX_COPIED, _MAX_JOINED = 2**12, 2**9
 
 
 def calls_of(
@@ -294,14 +295,14 @@ def _after_tails(
 
 
 def _blocks_of_calls(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-    """Yields the blocks of each cross call: all where no key is copied, else one, or several of up to `_MAX_COPIED`."""
-    first, num_keys = 0, 0
+    """Yields the blocks of each cross call: all where no key is copied, else one, or several short ones."""
+    first = num_keys = num_queries = 0
     if not _is_one_run([run for path, _ in blocks for run in path]):
-        for i, (path, _) in enumerate(blocks):
-            num_keys += len_of(path)
-            if i > first and num_keys > _MAX_COPIED:
+        for i, (path, members) in enumerate(blocks):
+            num_keys, num_queries = num_keys + len_of(path), num_queries + len_of(members)
+            if i > first and (num_keys > _MAX_COPIED or num_queries > _MAX_JOINED):
                 yield blocks[first:i]
-                first, num_keys = i, len_of(path)
+                first, num_keys, num_queries = i, len_of(path), len_of(members)
     if blocks:
         yield blocks[first:]
 
