@@ -64,7 +64,7 @@ class _Way(NamedTuple):
 
     Attributes:
         peak: the most tokens that are alive at once.
-        forwards: number of all its passes.
+        forwards: number of its forwards, each phase A and each packed pass.
         phase_a: numbers of the stretches that phase A computes.
         inner: stretches after these that need a phase A of their own, each with its way.
         leaves: each unit, or stretch with all after it, that packed passes compute.
@@ -134,12 +134,12 @@ class Nesting:
     def _read_stretches(self) -> bool:
         """Fills `_stretches`; returns whether the tree can be nested: it has two stretches or more, and in every unit
         the rows without a suffix lie on the path of the row with the longest one."""
-        group = self._group
+        group, outputs = self._group, self._group.output_lens
         units_of: dict[int, dict[int, list[_Leaf]]] = {}  # of each strand: units, by where they leave it
         for start, end in group.units():
             last = max(range(start, end), key=lambda i: group.suffix_lens[i])
             path = {strand: until for strand, _, until in group.strands_before(group.forks[last])}
-            forks = [group.forks[i] for i in range(start, end) if group.output_lens[i]]
+            forks = [group.forks[i] for i in range(start, end) if outputs[i]]
             if not path or any(fork.start > path.get(fork.strand, 0) for fork in forks):
                 return False
             number, at_token = group.forks[last]
@@ -158,7 +158,7 @@ class Nesting:
                     self._stretches[before].next.append(number)
                 self._stretches.append(_Stretch(i, end, end - start, units.get(end, []), []))
                 before, start = number, end
-        return len(begins.get(-1, ())) == 1 and len(self._stretches) > 1
+        return len(self._stretches) > 1
 
     def _choices(self, number: int) -> list[_PhaseAChoice]:
         """What a phase A may compute from stretch `number` on, the fewest stretches first.
@@ -171,7 +171,7 @@ class Nesting:
             branch.append(max(self._stretches[branch[-1]].next, key=lambda i: self._sizes[i]))
         chosen = {frozenset(branch[:n]) for n in _spread(range(1, len(branch) + 1))}
         inside = [number]
-        for i in inside:
+        for i in inside:  # which grows: the stretches after `number`, level by level
             inside += self._stretches[i].next
         for least in _spread(sorted({0, *(self._sizes[i] for i in inside)})):
             chosen.add(frozenset(i for i in inside if self._sizes[i] > least or i == number))
