@@ -49,7 +49,8 @@ FAULTS: dict[str, tuple[dict[str, Any], int | str, bool, str]] = {
 
 # As FAULTS, on one stage of a pipeline; what the error says, of rank {0}. A step is no pass.
 WAVE_2 = [
-    "verl_prefix was in phase_b, wave 2 of 3, rank {0}: 2 groups of rows [9], [2, 3], 62 prefix and 28 suffix tokens",
+    "verl_prefix was in phase_b, wave 2 of 3, rank {0}: 2 groups of rows [9], [2, 3], 28 suffix tokens after 62 prefix "
+    "tokens of phases A",
     "verl_prefix: set actor_rollout_ref.actor.prefix.wave_tokens=20 (largest wave: 40 tokens)",
 ]
 ON_A_STAGE: dict[str, tuple[dict[str, Any], int | str, bool, list[str]]] = {

@@ -76,6 +76,11 @@ class Group:
         return sum(strand.end - strand.start for strand in self.strands[self.outer :])
 
     @property
+    def num_outer_tokens(self) -> int:
+        """Number of tokens of the `outer` strands."""
+        return sum(strand.end - strand.start for strand in self.strands[: self.outer])
+
+    @property
     def is_shared(self) -> bool:
         """Whether several rows share tokens."""
         return len(self.rows) > 1 and self.num_strand_tokens > 0
