@@ -73,7 +73,9 @@ def shuffle(items: list[pytest.Item], seed: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws does not depend on what was drawn before it."""
+    """What a test draws does not depend on what was drawn before it, nor do its threads on what was set before it."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     random.seed(0)
     for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
         if name in sys.modules:

@@ -33,8 +33,11 @@ def test_verl_decodes_every_row_at_the_rate_and_size_that_it_carries(tmp_path, m
     )  # fmt: skip
     model = write_tiny_vlm(tmp_path / "model", family="qwen2_5_vl")
     config = OmegaConf.create(
-        {"cache_dir": str(tmp_path / "cache"), "max_prompt_length": 1024, "filter_overlong_prompts": True}
-    )
+        {
+            "cache_dir": str(tmp_path / "cache"), "max_prompt_length": 1024, "filter_overlong_prompts": True,
+            "filter_overlong_prompts_workers": None,  # none is forked: after threads of OpenMP it would hang
+        }
+    )  # fmt: skip
     dataset = RLHFDataset(str(tmp_path / "data" / "train.parquet"), hf_tokenizer(model), config, hf_processor(model))
     assert len(dataset) == 11  # verl drops what it cannot decode
     for i in range(len(dataset)):
