@@ -389,7 +389,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     from verl.workers.config import TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    from verl_prefix.engine import prefix_engine
+    from verl_prefix.engine import prefix_engine, step_metrics
     from verl_prefix.engine.paths import WhyStock
 
     torch.manual_seed(0)
@@ -436,7 +436,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     (wanted["prefix/tokens_saved"],) = ranks.sum_over_ranks([tokens - computed])
     tokens, wanted["prefix/log_prob_stock_rows"] = ranks.sum_over_ranks([tokens, sum(uid != PAD for uid, *_ in rows)])
     wanted["prefix/reuse_fraction"] = wanted["prefix/tokens_saved"] / tokens
-    del wanted["prefix/offloaded_gib"]
+    del wanted["prefix/offloaded_gib"], wanted[step_metrics.GROUP_TOKENS]  # which is not reported
     wanted["prefix/tree_depth"] = wanted["prefix/pass_depth"] = 1.0
     assert wanted["prefix/groups"] > torch.distributed.get_world_size() and wanted["timing_s/prefix_packed"] > 0
     return {name: float(abs(found.get(name, torch.inf) - value) / max(value, 1e-9)) for name, value in wanted.items()}

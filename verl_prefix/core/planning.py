@@ -62,7 +62,7 @@ def make_plan(
     for group in phased_groups:
         pieces = _pieces(group, room, suffixes=False)
         nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
-        if nesting and nesting.is_better(*_one_level(pieces, budget, wave_tokens, offload, least_wave)):
+        if nesting and nesting.is_better(*_one_level(pieces, budget, wave_tokens, offload)):
             nested.append(nesting.passes())
         else:
             to_phase += pieces
@@ -172,13 +172,11 @@ def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[li
         yield from first_fit(members, lambda group: group.num_strand_tokens, min(room, budget - longest))
 
 
-def _one_level(
-    pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool, least_wave: int
-) -> tuple[int, int]:
-    """Tokens and number of forwards of a group whose pieces are each a phased pass."""
+def _one_level(pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool) -> tuple[int, int]:
+    """Tokens and number of forwards of a group whose pieces are each a phased pass, with waves that fit the budget."""
     tokens, forwards = 0, 0
     for piece in pieces:
-        left = max(budget - (0 if offload else piece.num_strand_tokens), least_wave)
+        left = max(budget - (0 if offload else piece.num_strand_tokens), 1)
         tokens += piece.num_physical_tokens
         forwards += 1 + len(make_waves([piece], min(wave_tokens or left, left)))
     return tokens, forwards
