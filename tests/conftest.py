@@ -30,9 +30,6 @@ from warm_python import warm_python  # noqa: E402
 
 pytest_plugins = ["processes"]
 
-# Folders of the longest files. They run first, while there is much to run beside them.
-LONG = ("trainer", "tools")
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,7 +54,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.get_closest_marker(name) for name in ("ray", "ci", "full")):
             item.add_marker(pytest.mark.timeout(3600))  # behind one of its own
-    items.sort(key=lambda item: item.path.parent.name not in LONG)
     if seed := os.environ.get("ORDER_SEED"):
         shuffle(items, seed)
 
