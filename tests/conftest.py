@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import importlib.util
 import io
+import logging
 import multiprocessing
 import os
 import pickle
@@ -69,7 +70,9 @@ def shuffle(items: list[pytest.Item], seed: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws does not depend on what was drawn before it, nor do its threads on what was set before it."""
+    """What a test draws does not depend on what was drawn before it, nor do its threads and what it logs on what was
+    set before it, as by a command."""
+    logging.getLogger("verl_prefix").setLevel(logging.NOTSET)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     random.seed(0)
