@@ -91,6 +91,17 @@ def test_a_session_is_planned_however_many_turns_it_has():
     assert plan.depth > 1 and plan.num_physical_tokens == turns * (said + thought)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_phase_a_fits_the_budget_wherever_its_strands_wait(offload):
+    """Eight branches of 100 tokens after a prompt of 60, two rows each."""
+    strands = (Strand(0, 0, 60), *(Strand(2 * i, 60, 160, 0) for i in range(8)))
+    forks = tuple(Fork(1 + i // 2, 160) for i in range(16))
+    group = Group(tuple(range(16)), (10,) * 16, strands, forks, (160,) * 16)
+    plan = make_plan([group], 200, "phased", offload=offload)
+    assert plan.num_physical_tokens == 60 + 8 * 100 + 16 * 10
+    assert max(sum(group.num_strand_tokens for group in each.groups) for each in plan.all_passes) <= 200
+
+
 def test_packed_passes_in_a_phase_a_are_even():
     """Four sessions of 800 tokens after a prompt: two passes of two sessions, not three in one and one in another."""
     batch = turn_rollouts(200, 4, 5, 30, 10, 40, 1 << 30)

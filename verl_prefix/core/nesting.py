@@ -45,7 +45,7 @@ class _PhaseAChoice(NamedTuple):
 
     Attributes:
         stretches: their numbers.
-        tokens: number of their tokens that stay alive.
+        tokens: number of their tokens.
         units: each unit that leaves these stretches.
         unit_tokens, longest_unit: tokens of all these units, and of the longest one.
         next: the first stretches after these.
@@ -87,7 +87,7 @@ class Nesting:
         group: the tree.
         budget: tokens that may be alive at once, unless one row alone has more.
         pass_tokens: the most tokens of a packed pass or wave; None: what is left of the budget.
-        offload: strands of phases A wait in host memory, and do not count.
+        offload: strands wait in host memory after their phase A, and then do not count.
     """
 
     def __init__(self, group: Group, budget: int, pass_tokens: int | None, offload: bool) -> None:
@@ -179,11 +179,15 @@ class Nesting:
 
     def _choice(self, numbers: Sequence[int]) -> _PhaseAChoice:
         inside, stretches = frozenset(numbers), [self._stretches[i] for i in numbers]
-        alive = 0 if self._offload else sum(stretch.length for stretch in stretches)
+        tokens = sum(stretch.length for stretch in stretches)
         units = [unit for stretch in stretches for unit in stretch.units]
         lens = [0, *(tokens for tokens, _ in units)]
         following = [i for each in stretches for i in each.next if i not in inside]
-        return _PhaseAChoice(inside, alive, units, sum(lens), max(lens), following)
+        return _PhaseAChoice(inside, tokens, units, sum(lens), max(lens), following)
+
+    def _kept(self, choice: _PhaseAChoice) -> int:
+        """Tokens of a phase A that stay alive until its phase C."""
+        return 0 if self._offload else choice.tokens
 
     def _best(self) -> _Way:
         """The way for the whole tree. A loop, since a session of some hundred turns is deeper than Python's stack:
@@ -195,16 +199,19 @@ class Nesting:
             choices = self._choices(number) if alive_counts else []
             for alive in alive_counts:
                 # The smallest phase A is always tried: there is a way where one row alone exceeds the budget, too.
-                tries = [*choices[:1], *(choice for choice in choices[1:] if alive + choice.tokens < self._budget)]
+                room = self._budget - alive
+                fit = (choice for choice in choices[1:] if choice.tokens + (not self._offload) <= room)
+                tries = [*choices[:1], *fit]
                 tried.append((number, alive, tries))
                 for choice in tries:
-                    for following in self._apart(choice, alive + choice.tokens):
-                        alive_before[following].add(alive + choice.tokens)
+                    kept = alive + self._kept(choice)
+                    for following in self._apart(choice, kept):
+                        alive_before[following].add(kept)
         best: dict[tuple[int, int], _Way] = {}
         for number, alive, tries in reversed(tried):
             way: _Way | None = None
             for choice in tries:
-                way = self._better(way, choice, alive + choice.tokens, best)
+                way = self._better(way, choice, alive + self._kept(choice), best)
             assert way is not None
             best[number, alive] = way
         return best[0, 0]
@@ -236,7 +243,7 @@ class Nesting:
         inner = tuple((i, best[i, alive]) for i in self._apart(choice, alive))
 
         def way(passes: int, largest: int, leaves: Sequence[_Leaf] = ()) -> _Way:
-            peak = max([alive + largest, *(each.peak for _, each in inner)])
+            peak = max([choice.tokens, alive + largest, *(each.peak for _, each in inner)])
             forwards = 1 + passes + sum(each.forwards for _, each in inner)
             return _Way(peak, forwards, choice.stretches, inner, tuple(leaves), room)
 
