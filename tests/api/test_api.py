@@ -340,13 +340,13 @@ def test_forward_only_is_the_same_numbers_in_bounded_passes(max_tokens, monkeypa
     model, rows = build(), batch()
     truth = torch.cat(by_hf(model, rows)[0])
     sizes = []
-    suffixes = PackedForward.packed_or_wave
+    suffixes = PackedForward.packed
 
     def spy(self, tokens, layout, caches):
         sizes.append(layout.num_tokens)
         return suffixes(self, tokens, layout, caches)
 
-    monkeypatch.setattr(PackedForward, "packed_or_wave", spy)
+    monkeypatch.setattr(PackedForward, "packed", spy)
     with torch.no_grad():
         args = dict(**inputs("tensors", rows), temperature=TEMPERATURE, max_tokens=max_tokens)
         packed = torch.cat(response_log_probs(model, **args))

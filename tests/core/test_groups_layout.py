@@ -99,13 +99,14 @@ def test_dummies_of_a_rank_without_groups_read_no_strands():
     padded = pad_to_same_passes(
         Plan(()), lambda values: asked.append(values) or ([0, 1, -math.inf] if len(asked) == 1 else values)
     )
-    assert [one.reads_strands for one in padded.passes] == [False] and asked == [[0, 0, -math.inf], [0, False, 0, 0]]
+    assert [one.reads_strands for one in padded.passes] == [False] and asked == [[0, 0, -math.inf], [False, 0, 0, 0]]
 
 
 def test_the_longest_phased_passes_of_two_ranks_run_together():
     """The other rank has one, of three waves: the wave of our shorter one has no partner there."""
-    most = iter([[0, 1, -math.inf], [3, False, 0, 0, 0, False, 0, 0]])
-    plan = Plan((PhasedPass(waves=((),)), PhasedPass(waves=((),) * 3)))
+    most = iter([[0, 1, -math.inf], [False, 3, 0, 0, False, 0, 0, 0]])
+    wave = PackedPass(is_wave=True)
+    plan = Plan((PhasedPass(nested=(wave,)), PhasedPass(nested=(wave,) * 3)))
     padded = pad_to_same_passes(plan, lambda values: [max(*pair) for pair in zip(values, next(most), strict=True)])
     assert [len(one.waves) for one in padded.phased] == [3, 1]
 
@@ -160,19 +161,20 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
 def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tokens):
     groups = pass_order(groups_of(shape))
     waves = make_waves(groups, wave_tokens)
-    seen = [row for wave in waves for piece in wave for row in piece.rows]
+    seen = [row for wave in waves for piece in wave.groups for row in piece.rows]
     assert seen == [row for group in groups for row in group.rows]
     starts = [sum(group.num_strand_tokens for group in groups[:i]) for i in range(len(groups))]
     for wave in waves:
-        lens = [n for piece in wave for n in piece.suffix_lens]
+        lens = [n for piece in wave.groups for n in piece.suffix_lens]
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
         offsets = offsets_of(groups_of(shape))
         source = build_layout(groups, offsets, "phase_a")
-        layout = build_layout(wave, offsets, "wave", source)
+        layout = build_layout(wave.groups, offsets, "wave", source)
         assert layout.num_strand_tokens == 0 and layout.num_tokens == sum(lens)
-        numbers = [next(i for i, group in enumerate(groups) if piece.rows[0] in group.rows) for piece in wave]
-        assert [groups[i].strands for i in numbers] == [piece.strands for piece in wave]
-        sharing = [i for i, piece in zip(numbers, wave, strict=True) if piece.num_suffix_tokens and piece.strands]
+        numbers = [next(i for i, group in enumerate(groups) if piece.rows[0] in group.rows) for piece in wave.groups]
+        assert [groups[i].strands for i in numbers] == [piece.strands for piece in wave.groups]
+        pieces = zip(numbers, wave.groups, strict=True)
+        sharing = [i for i, piece in pieces if piece.num_suffix_tokens and piece.strands]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].num_strand_tokens)]
         found = [positions_of(p.tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:] for p in call.prefixes]
         assert found == ([keys] if keys else [])
@@ -231,7 +233,7 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
     prefixes = build_layout(groups, offsets, "phase_a")
     assert keys_read(prefixes, window, prefixes.places) == [expected(place) for place in prefixes.places.tolist()]
     for wave in make_waves(groups, wave_tokens):
-        layout = build_layout(wave, offsets, "wave", prefixes)
+        layout = build_layout(wave.groups, offsets, "wave", prefixes)
         assert keys_read(layout, window, prefixes.places) == [expected(place) for place in layout.places.tolist()]
 
 
@@ -249,7 +251,7 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     assert nothing.reads.places.tolist() == [4] and nothing.head_tokens.tolist() == [8]
     source = build_layout(groups[1:], [0, 7, 14, 20], "phase_a")
     (wave,) = make_waves(groups[1:], 99)
-    wave = build_layout(wave, [0, 7, 14, 20], "wave", source).reading(torch.zeros_like(is_read))
+    wave = build_layout(wave.groups, [0, 7, 14, 20], "wave", source).reading(torch.zeros_like(is_read))
     assert wave.reads.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
 
 
@@ -330,7 +332,7 @@ def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, sche
         room = budget if offload else budget - wave_tokens if is_heeded else budget // 2
         assert prefixes <= room or len(phased.groups) == 1
         for wave in phased.waves:
-            lens = [n for piece in wave for n in piece.suffix_lens if n]
+            lens = [n for piece in wave.groups for n in piece.suffix_lens if n]
             is_one_row = len(lens) == 1 and (offload or len(phased.groups) == 1)
             assert prefixes * (not offload) + sum(lens) <= budget or is_one_row
             assert not is_heeded or sum(lens) <= wave_tokens or len(lens) == 1
@@ -365,6 +367,6 @@ def test_limited_waves_are_no_longer_than_they_were():
     """The first prompt leaves 100 tokens of the budget to its waves, the second one 900."""
     groups = [Group.of_prompt((0, 1, 2), 900, (50, 50, 50)), Group.of_prompt((3, 4, 5), 100, (400, 400, 400))]
     plan = make_plan(groups, 1000, "phased")
-    assert [sum(piece.num_suffix_tokens for piece in wave) for wave in plan.waves] == [100, 50, 800, 400]
+    assert [wave.num_tokens for wave in plan.waves] == [100, 50, 800, 400]
     limited = limit_waves(plan, 500)
-    assert [sum(piece.num_suffix_tokens for piece in wave) for wave in limited.waves] == [100, 50, 400, 400, 400]
+    assert [wave.num_tokens for wave in limited.waves] == [100, 50, 400, 400, 400]

@@ -64,12 +64,11 @@ def test_what_nests_is_computed_once_and_fits(rows, seed, budget, schedule, wave
             seen.extend(row for group in one.groups for row in group.rows)
             assert alive + one.num_tokens <= max(budget, longest)
             return
-        seen.extend(row for wave in one.waves for piece in wave for row in piece.rows)
         for nested in one.nested:
             walk(nested, alive if offload else alive + sum(group.num_strand_tokens for group in one.groups))
 
     for one in plan.passes:
-        if isinstance(one, PhasedPass) and one.nested:
+        if isinstance(one, PhasedPass) and one.depth > 1:
             walk(one, 0)
             assert sum(each.num_tokens for each in Plan((one,)).all_passes) == _whole(groups, one).num_physical_tokens
             wanted = sorted(row for group in one.groups for row in group.rows)

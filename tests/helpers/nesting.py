@@ -48,8 +48,8 @@ def gradients_of_siblings_counted_twice(patch):
     """What the first nested pass sends back is there again for the second."""
     packed = Schedule._packed
 
-    def twice(self, tokens, planned, around, last):
-        yield from packed(self, tokens, planned, around, last)
+    def twice(self, tokens, planned, last, around=None, part=""):
+        yield from packed(self, tokens, planned, last, around, part)
         for total in around.caches[0]._grad.values() if around else ():
             for one in total:
                 one.mul_(2)

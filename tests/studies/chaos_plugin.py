@@ -103,7 +103,7 @@ def install() -> None:
     before(TraceWriter, "_write_step", on_rank("trace"))
     before(HFServer, "__init__", lambda *_, **__: at("server") and act())
     before(HFServer, "_generate", lambda *_, **__: at("rollout") and act())
-    before(PackedForward, "packed_or_wave", break_wave)
+    before(PackedForward, "packed", break_wave)
     torch.save = break_save(torch.save)
 
 

@@ -209,7 +209,7 @@ class _Added:
         return self.kept(tokens) + in_backward + self.forks(planned.groups)
 
     def phased(self, planned: PhasedPass, alive: float) -> float:
-        """Phase B, a nested pass or phase C, whichever adds more; phase A has no gradients yet.
+        """A nested pass or phase C, whichever adds more; phase A has no gradients yet.
 
         Args:
             alive: how many prefixes like these live at once, divided by the stages that share their layers.
@@ -217,8 +217,6 @@ class _Added:
         shape, memory = self.shape, self.memory
         prefix, strand_outputs = self.prefix(planned.groups)
         states = self.state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
-        suffixes = (sum(g.num_suffix_tokens for g in wave) for wave in planned.waves)
-        wave = max(suffixes, default=0) / self.sequence_ranks
         dormant = back = alive * self.kept(prefix)
         # Logits of phase A, without their gradients; the last stage has those of all prefixes that live at once.
         waiting = alive * memory.stages * self.chunk(strand_outputs) / 2
@@ -229,10 +227,8 @@ class _Added:
             dormant = waiting = 0.0
         else:
             cached *= alive
-        in_wave = self.kept(wave) + max(self.chunk(wave), self.backward(wave, self.with_head))
-        in_wave += max((self.forks(wave) for wave in planned.waves), default=0.0)
         nested = (self.packed(x) if isinstance(x, PackedPass) else self.phased(x, alive) for x in planned.nested)
-        between = max([in_wave, *nested])
+        between = max(nested, default=0.0)
         in_phase_c = max(self.chunk(strand_outputs), self.backward(prefix, self.in_backward))
         return max(dormant + waiting + 3 * cached + 2 * states + between, back + 2 * cached + states + in_phase_c)
 
@@ -315,6 +311,6 @@ def peak_bytes(
             added.packed(one) + resident if isinstance(one, PackedPass) else added.phased(one, alive)
             for one in plan.passes
         ]
-        several = len(plan.all_passes) > 1 or bool(plan.waves)
+        several = len(plan.all_passes) > 1
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)

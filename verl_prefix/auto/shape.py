@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.groups import Group
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, first_fit
+from verl_prefix.core.plan import PackedPass, Plan, first_fit
 from verl_prefix.models.last_layer import head_only
 from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, Mixer, mixer_of
 from verl_prefix.models.support import layer_window
@@ -131,8 +131,6 @@ class ModelShape:
         passes = []
         for planned in plan.all_passes:
             passes.append(self.pass_of(planned.groups, suffixes=isinstance(planned, PackedPass)))
-            if isinstance(planned, PhasedPass):
-                passes += [self.pass_of(wave, prefixes=False) for wave in planned.waves]
         if logits_chunk is None:
             return passes
         # One forward more, of three that forward and backward cost.

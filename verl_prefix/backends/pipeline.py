@@ -23,10 +23,10 @@ import torch
 from verl_prefix.backends.megatron_schedule import MegatronSchedule
 from verl_prefix.core.errors import annotate_backwards, annotate_errors
 from verl_prefix.core.forward import TokenBatch
-from verl_prefix.core.layout import Layout, build_layout
-from verl_prefix.core.plan import PhasedPass, Plan
+from verl_prefix.core.layout import Layout
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.prefix_cache import PrefixCache
-from verl_prefix.core.schedule import PhaseA, wave_layouts
+from verl_prefix.core.schedule import PhaseA, packed_layout
 from verl_prefix.models.mcore import unwrapped
 from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
 
@@ -40,11 +40,16 @@ class _Begun(NamedTuple):
 
 
 class _MicroBatch(NamedTuple):
-    """A packed pass, or a wave with the caches that it reads; `where`: phase and part, for an error's note."""
+    """A packed pass; a wave with the caches that it reads. `where`: phase and part, for an error's note."""
 
     layout: Layout
     caches: tuple[PrefixCache, ...]
     where: tuple[str, str]
+
+
+def _micro_batch(planned: PackedPass, tokens: TokenBatch, around: PhaseA | None = None, part: str = "") -> _MicroBatch:
+    caches = around.caches if around else ()
+    return _MicroBatch(packed_layout(planned, tokens, around), caches, (planned.phase, part))
 
 
 @dataclass(eq=False)
@@ -54,7 +59,7 @@ class PipelineSchedule(MegatronSchedule):
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
         assert plan.depth < 2, "stages run phases A apart, and would leave out what is nested in them"
         device, stages = tokens.input_ids.device, Neighbours(unwrapped(self.module))
-        packed = [_MicroBatch(build_layout(each.groups, tokens.offsets), (), ("packed", "")) for each in plan.packed]
+        packed = [_micro_batch(each, tokens) for each in plan.packed]
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
         if self.backward is None:  # then nothing of a prefix is wanted after its waves
             rounds = [[], *([phased] for phased in plan.phased)]
@@ -64,14 +69,14 @@ class PipelineSchedule(MegatronSchedule):
                 with ExitStack() as caches:
                     begun = [self._begin(tokens, planned, stages, caches) for planned in phased]
                     micro_batches += [
-                        _MicroBatch(layout, phase_a.caches, ("phase_b", part))
+                        _micro_batch(wave, tokens, phase_a, planned.part(number))
                         for planned, phase_a, _ in begun
-                        for layout, part in wave_layouts(tokens, planned, phase_a.layout)
+                        for number, wave in enumerate(planned.waves, start=1)
                     ]
                     groups = [group for micro_batch in micro_batches for group in micro_batch.layout.groups]
                     with ExitStack() as measured:
                         if begun:
-                            measured.enter_context(self.meter.waves(device))
+                            measured.enter_context(self.meter.phase_b(device))
                         measured.enter_context(self.meter.phase("phase_b" if begun else "packed", groups, device))
                         self._run_1f1b(tokens, micro_batches)
                     micro_batches.clear()  # and with them the caches that they read
@@ -98,7 +103,7 @@ class PipelineSchedule(MegatronSchedule):
                 layout, caches, (phase, part) = next(left)
                 annotated = annotate_errors(phase, layout.groups, part)
                 with annotated:
-                    done = self.forward.packed_or_wave(tokens, layout, caches)
+                    done = self.forward.packed(tokens, layout, caches)
                 backwards.follow(done.outputs, annotated)
 
                 def loss(outputs: torch.Tensor) -> torch.Tensor:

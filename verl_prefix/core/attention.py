@@ -36,7 +36,7 @@ class AttentionPass:
         layout: the packed row that runs.
         kernel: name for `kernels.choose_kernel`.
         capture: in phase A, the cache that receives the layers' keys and values.
-        caches: of the phases A around a wave or a nested pass, the outermost first; segments read their paths there.
+        caches: of the phases A around a nested pass, the outermost first; segments read their paths there.
         keep_attention: under gradient checkpointing, keeps attention outputs until backward, whose recomputation of
             the layers then runs no attention kernel.
 

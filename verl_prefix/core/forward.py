@@ -23,7 +23,7 @@ _OUTPUTS = "outputs"  # key of the prefix cache: outputs of strand tokens
 
 
 class PassOutputs(NamedTuple):
-    """A packed pass or a wave after its forward.
+    """A packed pass after its forward.
 
     Attributes:
         layout: its packed row, with the groups whose rows it computes; none in a dummy, whose loss is zero.
@@ -139,9 +139,8 @@ class PackedForward:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
-    def packed_or_wave(self, tokens: TokenBatch, layout: Layout, caches: Sequence[PrefixCache]) -> PassOutputs:
-        """The forward of a packed pass, whose row has strands and suffixes, or of a wave, whose row has suffixes alone;
-        `caches` are those of the phases A around it, the outermost first."""
+    def packed(self, tokens: TokenBatch, layout: Layout, caches: Sequence[PrefixCache]) -> PassOutputs:
+        """The forward of a packed pass; `caches` are those of the phases A around it, the outermost first."""
         if tokens.is_read is not None and layout.groups:
             layout = layout.reading(tokens.is_read)
         attention_pass = self.pass_type(layout, self.kernel, caches=caches, keep_attention=self.keep_attention)

@@ -57,7 +57,7 @@ class Layout:
         reads: outputs that rows read; None: those of all suffix tokens, and in a phase A, which has no suffixes, none.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
             segments continue them, in the order of their ends.
-        around: of a wave or a nested pass, the packed row of the phase A around it; else None.
+        around: of a nested pass, the packed row of the phase A around it; else None.
         num_strands: the first segments, which are strands.
         kind: which forward it is for; the same on every rank, also where this rank has a dummy.
     """
@@ -181,7 +181,7 @@ def build_layout(
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        around: for a wave or a nested pass: the packed row of the phase A around it, which has the `outer` strands of
+        around: for a nested pass: the packed row of the phase A around it, which has the `outer` strands of
             these groups.
     """
     strand_starts = dict(around.strand_starts) if around else {}

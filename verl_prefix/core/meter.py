@@ -51,7 +51,7 @@ class Meter:
         self._moments.append((name, start, _now(device)))
 
     @contextmanager
-    def waves(self, device: torch.device) -> Iterator[None]:
+    def phase_b(self, device: torch.device) -> Iterator[None]:
         """Context of all of phase B."""
         if self.measure_peak:
             torch.cuda.reset_peak_memory_stats(device)

@@ -279,10 +279,12 @@ class Nesting:
             return group.for_nested_pass(row_ends, [i for i, row in enumerate(group.rows) if row in rows])
 
         bins = _even_bins(way.leaves, way.room)
-        packed = [PackedPass((nested([row for _, rows in leaves for row in rows]),)) for leaves in bins]
+        in_bins = [nested([row for _, rows in leaves for row in rows]) for leaves in bins]
+        packed = [PackedPass((each,), is_wave=not each.num_strand_tokens) for each in in_bins]
         phased = [self._pass(nested(self._rows[number]), inner) for number, inner in way.inner]
         of_phase_a = group.for_phase_a(row_ends)
-        return PhasedPass((of_phase_a,), (), of_phase_a.reads_strands, (*packed, *phased))
+        packed.sort(key=lambda each: not each.is_wave)
+        return PhasedPass((of_phase_a,), (*packed, *phased), of_phase_a.reads_strands)
 
 
 def _spread(items: Sequence[int]) -> Sequence[int]:

@@ -8,16 +8,24 @@ from verl_prefix.core.groups import Group
 
 Item = TypeVar("Item")
 
-# One phase-B micro-batch: groups of the phased pass, each with only those rows whose suffixes the wave computes.
-Wave = tuple[Group, ...]
-
 
 @dataclass(frozen=True)
 class PackedPass:
     """Groups whose prefixes and suffixes are one graph. Without groups the pass is a dummy, which keeps this rank's
-    collectives in step."""
+    collectives in step.
+
+    Attributes:
+        groups: the groups, each with only those rows that the pass computes.
+        is_wave: it is nested in a phased pass and computes suffixes alone, on every rank.
+    """
 
     groups: tuple[Group, ...] = ()
+    is_wave: bool = False
+
+    @property
+    def phase(self) -> str:
+        """What times and errors call it."""
+        return "phase_b" if self.is_wave else "packed"
 
     @property
     def tokens_of_groups(self) -> list[tuple[Group, int]]:
@@ -32,42 +40,45 @@ class PackedPass:
 
 @dataclass(frozen=True)
 class PhasedPass:
-    """Groups whose prefixes run together in phases A and C, and the waves between. Without groups, or with an empty
-    wave, there are dummies as in `PackedPass`.
+    """Groups whose prefixes run together in phases A and C, and the passes that are nested in it, which are phase B.
+    Without groups phases A and C are dummies as in `PackedPass`.
 
-    Passes may be nested in it. They run before phase C, read strands of phase A and of all phases A around it, and
-    compute the strands that follow. `make_plan` gives a pass waves or nested passes, never both. With nested passes,
-    the groups here are made by `Group.for_phase_a`, and theirs by `Group.for_nested_pass`.
+    Nested passes read strands of phase A, and of all phases A around it. Waves compute suffixes alone; other nested
+    passes also compute the strands that follow those of phase A. The groups here are as of `Group.for_phase_a`, and
+    those of nested passes as of `Group.for_nested_pass`.
 
     Attributes:
         groups: the groups whose prefixes phase A computes, with the rows of nested passes.
-        waves: phase B, in its order.
+        nested: waves come first, other packed passes second.
         reads_strands: rows of this or another rank read outputs of strands; then lm_head runs in phase A on every rank.
-        nested: passes between the last wave and phase C; packed passes come first.
     """
 
     groups: tuple[Group, ...] = ()
-    waves: tuple[Wave, ...] = ()
-    reads_strands: bool = False
     nested: "tuple[PackedPass | PhasedPass, ...]" = ()
+    reads_strands: bool = False
 
     @property
     def tokens_of_groups(self) -> list[tuple[Group, int]]:
-        """(group, number of its tokens that phase A and waves compute) of each group; nested passes do not count."""
-        tokens = [group.num_strand_tokens for group in self.groups]
-        number_of = {row: number for number, group in enumerate(self.groups) for row in group.rows}
-        for piece in (piece for wave in self.waves for piece in wave):
-            tokens[number_of[piece.rows[0]]] += piece.num_suffix_tokens
-        return list(zip(self.groups, tokens, strict=True))
+        """(group, number of its tokens that phase A computes) of each group."""
+        return [(group, group.num_strand_tokens) for group in self.groups]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that phase A and waves compute; nested passes do not count."""
+        """Number of tokens that phase A computes."""
         return sum(tokens for _, tokens in self.tokens_of_groups)
 
     @property
+    def waves(self) -> list[PackedPass]:
+        return [each for each in packed_and_phased(self.nested)[0] if each.is_wave]
+
+    def part(self, number: int) -> str:
+        """A nested pass in words; `number` counts from 1."""
+        num_waves = len(self.waves)
+        return f"wave {number} of {num_waves}" if number <= num_waves else ""
+
+    @property
     def depth(self) -> int:
-        """How many passes are nested in one another, this pass among them."""
+        """How many passes are nested in one another, this pass among them; waves do not count."""
         return 1 + _depth(self.nested)
 
 
@@ -102,17 +113,17 @@ class Plan:
         return [each for planned in self.passes for each in _with_nested(planned)]
 
     @property
-    def waves(self) -> list[Wave]:
+    def waves(self) -> list[PackedPass]:
         return [wave for planned in self.all_passes if isinstance(planned, PhasedPass) for wave in planned.waves]
 
     @property
     def num_losses(self) -> int:
-        """Number of forwards that end in a loss: packed passes and waves."""
-        return sum(isinstance(planned, PackedPass) for planned in self.all_passes) + len(self.waves)
+        """Number of forwards that end in a loss: packed passes, waves among them."""
+        return sum(isinstance(planned, PackedPass) for planned in self.all_passes)
 
     @property
     def depth(self) -> int:
-        """How many passes are nested in one another; 1: none nests."""
+        """How many passes are nested in one another; 1: only waves are nested."""
         return _depth(self.passes)
 
     @property
@@ -136,8 +147,7 @@ class Plan:
             groups = tuple(map(longer, planned.groups))
             if isinstance(planned, PackedPass):
                 return replace(planned, groups=groups)
-            waves = tuple(tuple(map(longer, wave)) for wave in planned.waves)
-            return replace(planned, groups=groups, waves=waves, nested=tuple(map(longer_pass, planned.nested)))
+            return replace(planned, groups=groups, nested=tuple(map(longer_pass, planned.nested)))
 
         return replace(self, passes=tuple(map(longer_pass, self.passes)))
 
@@ -149,7 +159,8 @@ def packed_and_phased(passes: Sequence[PackedPass | PhasedPass]) -> tuple[list[P
 
 
 def _depth(passes: Sequence[PackedPass | PhasedPass]) -> int:
-    return max((planned.depth if isinstance(planned, PhasedPass) else 1 for planned in passes), default=0)
+    depths = (each.depth if isinstance(each, PhasedPass) else int(not each.is_wave) for each in passes)
+    return max(depths, default=0)
 
 
 def _with_nested(planned: PackedPass | PhasedPass) -> Iterator[PackedPass | PhasedPass]:
@@ -160,16 +171,16 @@ def _with_nested(planned: PackedPass | PhasedPass) -> Iterator[PackedPass | Phas
 
 def largest_wave(plan: Plan) -> int:
     """Suffix tokens of the plan's largest wave; 0 without waves."""
-    return max((sum(piece.num_suffix_tokens for piece in wave) for wave in plan.waves), default=0)
+    return max((wave.num_tokens for wave in plan.waves), default=0)
 
 
 def most_outputs(plan: Plan) -> int:
     """The most tokens of one forward of the plan that can go through lm_head."""
-    outputs = [largest_wave(plan)]
+    outputs = []
     for planned in plan.all_passes:
         suffixes = (group.num_suffix_tokens for group in planned.groups if isinstance(planned, PackedPass))
         outputs.append(sum(group.num_strand_outputs for group in planned.groups) + sum(suffixes))
-    return max(outputs)
+    return max(outputs, default=0)
 
 
 def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:

@@ -8,13 +8,13 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple, TypeVar
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import pass_order
 from verl_prefix.core.nesting import Nesting
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, first_fit, packed_and_phased
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, first_fit, packed_and_phased
 
 Pass = TypeVar("Pass", bound=PackedPass | PhasedPass)
 
@@ -148,7 +148,7 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     return [group.with_rows(range(units[i][0], units[j - 1][1])).pruned() for i, j in pairwise(cuts)]
 
 
-def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
+def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[PackedPass, ...]:
     """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens, or of one suffix."""
     waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # number of a group -> start and end of its rows
     used = 0
@@ -161,7 +161,8 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
             used += num_tokens
             waves[-1][number] = waves[-1].get(number, (start, end))[0], end
     outer = [replace(group, outer=len(group.strands)) for group in groups]  # phase A computes all strands
-    return tuple(tuple(outer[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
+    in_waves = (tuple(outer[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
+    return tuple(PackedPass(pieces, is_wave=True) for pieces in in_waves)
 
 
 def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
@@ -192,15 +193,19 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
     def limited(planned: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
         if isinstance(planned, PackedPass):
             return planned
-        is_over = any(sum(piece.num_suffix_tokens for piece in wave) > tokens for wave in planned.waves)
-        waves = make_waves(planned.groups, tokens) if is_over else planned.waves
-        return replace(planned, waves=waves, nested=tuple(map(limited, planned.nested)))
+        waves = tuple(planned.waves)
+        others = planned.nested[len(waves) :]
+        if any(wave.num_tokens > tokens for wave in waves):
+            rows = {row for wave in waves for piece in wave.groups for row in piece.rows}
+            members = [[i for i, row in enumerate(group.rows) if row in rows] for group in planned.groups]
+            waves = make_waves([g.with_rows(m) for g, m in zip(planned.groups, members, strict=True) if m], tokens)
+        return replace(planned, nested=(*waves, *map(limited, others)))
 
     return replace(plan, passes=tuple(map(limited, plan.passes)))
 
 
 def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Sequence[float]]) -> Plan:
-    """Adds dummies to the plan, so that every rank runs the same passes and waves in the same order.
+    """Adds dummies to the plan, so that every rank runs the same passes in the same order.
 
     Args:
         plan: this rank's plan.
@@ -218,31 +223,29 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
 def _same_shapes(
     phased: Sequence[PhasedPass], reduce_max: Callable[[Sequence[float]], Sequence[float]]
 ) -> list[PhasedPass]:
-    """Pads phased passes of one depth, of which every rank has as many, to equally many waves and nested passes."""
+    """Pads phased passes of one depth, of which every rank has as many, to equally many nested passes of each kind."""
     if not phased:
         return []
-    split = [(packed, _largest_first(inner)) for packed, inner in (packed_and_phased(each.nested) for each in phased)]
-    counts = [
-        (len(each.waves), each.reads_strands, len(packed), len(inner))
-        for each, (packed, inner) in zip(phased, split, strict=True)
-    ]
-    most = iter(reduce_max([count for counts_of_pass in counts for count in counts_of_pass]))
-    same, nested = [], []
-    for each, (packed, inner) in zip(phased, split, strict=True):
-        waves, reads, num_packed, num_inner = (int(next(most)) for _ in range(4))
-        padded_waves = each.waves + ((),) * (waves - len(each.waves))
-        same.append(replace(each, waves=padded_waves, reads_strands=bool(reads)))
-        nested.append((_padded(packed, num_packed, PackedPass()), _padded(inner, num_inner, PhasedPass())))
-    following = iter(_same_shapes([each for _, inner in nested for each in inner], reduce_max))
-    return [
-        replace(each, nested=(*packed, *(next(following) for _ in inner)))
-        for each, (packed, inner) in zip(same, nested, strict=True)
-    ]
+    counts = []
+    for each in phased:
+        packed, inner = packed_and_phased(each.nested)
+        counts += [each.reads_strands, len(each.waves), len(packed) - len(each.waves), len(inner)]
+    most = iter(map(int, reduce_max(counts)))
+    same, all_inner = [], []
+    for each in phased:
+        packed, inner = packed_and_phased(each.nested)
+        reads, num_waves, num_others, num_inner = (next(most) for _ in range(4))
+        waves = _padded(each.waves, num_waves, PackedPass(is_wave=True))
+        others = _padded(packed[len(each.waves) :], num_others, PackedPass())
+        same.append((PhasedPass(each.groups, (*waves, *others), bool(reads)), num_inner))
+        all_inner += _padded(_largest_first(inner), num_inner, PhasedPass())
+    following = iter(_same_shapes(all_inner, reduce_max))
+    return [replace(each, nested=(*each.nested, *islice(following, num))) for each, num in same]
 
 
 def _largest_first(phased: Sequence[PhasedPass]) -> list[PhasedPass]:
     """Sorts phased passes, so that ranks run their deepest ones beside each other."""
-    return sorted(phased, key=lambda planned: (-planned.depth, -len(planned.nested), -len(planned.waves)))
+    return sorted(phased, key=lambda planned: (-planned.depth, -len(planned.nested)))
 
 
 def _padded(passes: Sequence[Pass], length: int, dummy: Pass) -> list[Pass]:

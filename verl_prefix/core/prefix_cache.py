@@ -1,6 +1,6 @@
 """Prefix cache (what suffixes read of their prefixes, detached) and grad cache (gradients that they send back).
 
-Phase A fills the prefix cache. Waves and nested passes read it and add to the grad cache. Phase C runs one prefix
+Phase A fills the prefix cache. Nested passes, as waves, read it and add to the grad cache. Phase C runs one prefix
 backward from the grad cache. Leaving the context frees both, also after an exception.
 """
 
@@ -96,7 +96,7 @@ class PrefixCache:
         return self._stored[key]
 
     def add_grad(self, key: Key, at: slice | torch.Tensor, *grads: torch.Tensor) -> None:
-        """Before phase C: adds gradients of a wave or a nested pass to the grad cache.
+        """Before phase C: adds gradients of a nested pass to the grad cache.
 
         Args:
             key: the layer's.

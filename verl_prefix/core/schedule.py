@@ -1,4 +1,4 @@
-"""Runs a plan, in the phases of README.md: packed passes; phases A, B and C, with passes nested before C.
+"""Runs a plan, in the phases of README.md: packed passes; and phases A, B and C, where B is passes nested in A and C.
 
 B needs the memory of one wave, and A and C happen once however many waves there are. This module knows neither verl nor
 losses: what a forward returns goes to `step` where `run` computes a whole plan, or to a caller of `forwards` that calls
@@ -14,7 +14,7 @@ import torch
 
 from verl_prefix.core.errors import annotate_loop_body
 from verl_prefix.core.forward import PackedForward, PassOutputs, TokenBatch
-from verl_prefix.core.layout import Layout, build_layout
+from verl_prefix.core.layout import Kind, Layout, build_layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
@@ -77,7 +77,7 @@ class Schedule:
         self, tokens: TokenBatch, planned: PackedPass | PhasedPass, last: bool = True
     ) -> Iterator[Iterator[PassOutputs]]:
         """Context of one pass, inside `grouped_attention`. Entering runs phase A. Each iteration yields one forward: of
-        the packed pass, of a wave, or of a nested pass, whose own phases A and C run as the iteration passes them.
+        the packed pass, or of a nested one; phases A and C of nested passes run as the iteration passes them.
         Exhaust the iterator, since the last nested phase C runs only then. Leaving runs phase C with the gradients of
         the forwards that ran. `last`: the run has no pass after this one, for `gradient_sync`.
 
@@ -86,12 +86,12 @@ class Schedule:
         is no phase C. On leaving, everything of the prefix is freed in any case.
         """
         if isinstance(planned, PackedPass):
-            with closing(self._packed(tokens, planned, None, last)) as packed, annotate_loop_body():
+            with closing(self._packed(tokens, planned, last)) as packed, annotate_loop_body():
                 yield packed
             return
         with self._phases_a_and_c(tokens, planned, None, last) as done:
-            between = closing(self._between(tokens, planned, done, last))
-            with between as forwards, annotate_loop_body(), self.meter.waves(tokens.input_ids.device):
+            nested = closing(self._nested(tokens, planned, done, last))
+            with nested as forwards, annotate_loop_body(), self.meter.phase_b(tokens.input_ids.device):
                 yield forwards
 
     @contextmanager
@@ -107,28 +107,23 @@ class Schedule:
                     cache.backward(done.output)
 
     def _packed(
-        self, tokens: TokenBatch, planned: PackedPass, around: PhaseA | None, last: bool
+        self, tokens: TokenBatch, planned: PackedPass, last: bool, around: PhaseA | None = None, part: str = ""
     ) -> Generator[PassOutputs]:
-        layout = build_layout(planned.groups, tokens.offsets, around=around.layout if around else None)
-        with self.meter.phase("packed", planned.groups, tokens.input_ids.device), self.gradient_sync(last):
-            yield self.forward.packed_or_wave(tokens, layout, around.caches if around else ())
+        layout = packed_layout(planned, tokens, around)
+        phase = self.meter.phase(planned.phase, planned.groups, tokens.input_ids.device, part)
+        with phase, self.gradient_sync(last):
+            yield self.forward.packed(tokens, layout, around.caches if around else ())
 
-    def _between(self, tokens: TokenBatch, planned: PhasedPass, done: PhaseA, last: bool) -> Generator[PassOutputs]:
-        """Waves and nested passes, between phases A and C."""
-        device = tokens.input_ids.device
+    def _nested(self, tokens: TokenBatch, planned: PhasedPass, done: PhaseA, last: bool) -> Generator[PassOutputs]:
         # Where only lm_head is trained there is no phase C, and the backward before it is the last one.
         last = last and not done.output.requires_grad
-        for number, (layout, part) in enumerate(wave_layouts(tokens, planned, done.layout), start=1):
-            sync = self.gradient_sync(last and number == len(planned.waves) and not planned.nested)
-            with self.meter.phase("phase_b", layout.groups, device, part), sync:
-                yield self.forward.packed_or_wave(tokens, layout, done.caches)
         for number, nested in enumerate(planned.nested, start=1):
             is_last = last and number == len(planned.nested)
             if isinstance(nested, PackedPass):
-                yield from self._packed(tokens, nested, done, is_last)
+                yield from self._packed(tokens, nested, is_last, done, planned.part(number))
             else:
                 with self._phases_a_and_c(tokens, nested, done, is_last) as inner:
-                    yield from self._between(tokens, nested, inner, is_last)
+                    yield from self._nested(tokens, nested, inner, is_last)
 
     def prefix_cache(self, device: torch.device) -> PrefixCache:
         """A cache for one phased pass, which its context frees."""
@@ -150,12 +145,7 @@ class Schedule:
         return PhaseA(layout, output, (*caches, cache))
 
 
-def wave_layouts(tokens: TokenBatch, planned: PhasedPass, around: Layout) -> Iterator[tuple[Layout, str]]:
-    """Yields the packed row of each wave of a pass, and its name in words.
-
-    Args:
-        around: the packed row of phase A.
-    """
-    for at, wave in enumerate(planned.waves, start=1):
-        layout = build_layout(wave, tokens.offsets, "wave", around)
-        yield layout, f"wave {at} of {len(planned.waves)}"
+def packed_layout(planned: PackedPass, tokens: TokenBatch, around: PhaseA | None = None) -> Layout:
+    """The packed row of a packed pass, which may be nested in the phase A `around`."""
+    kind: Kind = "wave" if planned.is_wave else "packed"
+    return build_layout(planned.groups, tokens.offsets, kind, around.layout if around else None)

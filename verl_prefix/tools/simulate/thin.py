@@ -7,7 +7,7 @@ from typing import TypeVar
 from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, packed_and_phased
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, packed_and_phased
 
 Item = TypeVar("Item")
 
@@ -35,8 +35,8 @@ def thin(
 def thinned(
     plan: Plan, shape: ModelShape, seeing: Callable[[Sequence[int]], float], kept: int, last_alone: bool
 ) -> tuple[Plan, dict[tuple[Group, ...], float]]:
-    """The plan with about `kept` of its packed passes, of its phased ones, and of each one's waves and nested passes;
-    and how many times those count that have these groups.
+    """The plan with about `kept` of its packed passes, of its phased ones, and of each one's nested passes; and how
+    many times those count that have these groups.
 
     Args:
         seeing: seconds of a vision tower on these rows. last_alone: as of `thin`, for the whole plan.
@@ -45,11 +45,10 @@ def thinned(
 
     def cost(one: PackedPass | PhasedPass) -> float:
         inside = Plan((one,))
-        shown = seeing([group.rows[0] for each in inside.all_passes for group in each.groups])
+        # A phase A shows pixels to its waves.
+        with_pixels = (each for each in inside.all_passes if isinstance(each, PhasedPass) or not each.is_wave)
+        shown = seeing([group.rows[0] for each in with_pixels for group in each.groups])
         return shown + RATES.seconds(shape, shape.passes_of(inside))
-
-    def of_wave(wave: Wave) -> float:
-        return RATES.seconds(shape, [shape.pass_of(wave, prefixes=False)])
 
     def chosen(
         passes: Sequence[PackedPass | PhasedPass], kept: int, weight: float, last_alone: bool
@@ -63,9 +62,6 @@ def thinned(
             weights[each.groups] = weight * part
             # The costliest phases have the peak; every further ones tell what a wave of theirs costs.
             most = kept if each is costliest else -(-kept // 2)
-            waves = thin(each.waves, of_wave, most)
-            weights.update((wave, weight * part * share) for wave, share in waves)
-            nested = tuple(chosen(each.nested, most, weight * part, False))
-            yield replace(each, waves=tuple(wave for wave, _ in waves), nested=nested)
+            yield replace(each, nested=tuple(chosen(each.nested, most, weight * part, False)))
 
     return replace(plan, passes=tuple(chosen(plan.passes, kept, 1.0, last_alone))), weights
