@@ -6,6 +6,7 @@ fp32, gloo, tiny models, two steps with Adam. `megatron_cpu` has what Megatron l
 """
 
 import contextlib
+import dataclasses
 import importlib
 import math
 import os
@@ -26,6 +27,7 @@ pytest.importorskip("megatron.core")
 from megatron_engines import MODELS, engine, errors_of, measure, together, write_megatron_model  # noqa: E402
 
 from verl_prefix.core.layout import Layout  # noqa: E402
+from verl_prefix.core.plan import PackedPass  # noqa: E402
 from verl_prefix.versions import package_versions  # noqa: E402
 
 PACKED, PHASED = {"schedule": "packed"}, {"schedule": "phased", "wave_tokens": 20}
@@ -404,13 +406,24 @@ BALANCED = {
 }
 
 
-def _balanced(models: dict, name: str, layout: str, once: bool, verify: str = "off") -> float:
-    """Error of gradients with a loss for balance, of all rows in one pass; once: a prefix counts once in it."""
+def _balanced(models: dict, name: str, layout: str, once: bool, verify: str = "off", dummies: int = 0) -> float:
+    """Error of gradients with a loss for balance, of all rows in one pass; once: a prefix counts once in it. dummies:
+    of passes that other ranks would have."""
+    from verl_prefix.engine import prefix_engine
+
     sizes = {"ep": 2, "cp": 2} if layout == "cp2_ep2" else {"ep": get_world_size()}
+    sizes = {"pipeline_model_parallel_size": 2} if layout == "pp2" else sizes
+    pad = prefix_engine.pad_to_same_passes
+
+    def padded(*args):
+        plan = pad(*args)
+        return dataclasses.replace(plan, passes=(*plan.passes, *[PackedPass()] * dummies))
+
     args = "qwen3_moe", {"budget": 4000}, sizes | {"override_transformer_config": BALANCED[name]}
     # Of stock, too, under context parallelism, the loss counts padding of rows.
     stock = _whole(models, *args, num_ranks=1) if "cp" in sizes else _stock(models, *args)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_engine, "pad_to_same_passes", padded)
         if once:
             prefix_counted_once(patch)
         ours = _ours(models, args[0], PACKED | {"verify": verify}, *args[1:])
@@ -423,6 +436,11 @@ def test_a_loss_for_balance_counts_a_prefix_as_often_as_stock_does(models, ranks
     world = int(layout[-1])
     assert max(ranks(world, models)(_balanced, name, layout, False)) < TOLERANCE
     assert min(ranks(world, models)(_balanced, name, layout, True)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["ep1", "pp2"])
+def test_a_loss_for_balance_is_the_mean_over_the_passes_that_this_rank_has(models, ranks, layout):
+    assert max(ranks(int(layout[-1]), models)(_balanced, "aux_loss", layout, False, "off", 3)) < TOLERANCE
 
 
 def test_the_self_check_is_of_no_loss_for_balance(models, ranks):

@@ -30,6 +30,9 @@ class MegatronSchedule(Schedule):
             with self._recording(tokens):
                 self.run_passes(tokens, plan)
             return
+        # Auxiliary losses, which only packed passes have, are divided by all passes; dummies have none of them.
+        model: Any = self.forward.model
+        model.auxiliary_weight = len(plan.passes) / max(sum(bool(each.groups) for each in plan.passes), 1)
         try:
             with self.module.no_sync():
                 self.run_passes(tokens, plan)

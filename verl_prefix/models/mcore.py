@@ -64,6 +64,7 @@ class MegatronModel:
 
     Attributes:
         is_early_stage: of `core.forward.Model`. expert_loads: of its updates.
+        auxiliary_weight: of each pass's auxiliary losses, beside `scale_auxiliary_losses`.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -72,6 +73,7 @@ class MegatronModel:
         self.is_early_stage = not self._model.post_process
         self.layers: list[Any] = list(self._model.decoder.layers)
         self.expert_loads = ExpertLoads()
+        self.auxiliary_weight = 1.0
         self._running: _Running | None = None
 
     @contextmanager
@@ -266,7 +268,13 @@ class MegatronModel:
         if not self._running.attention_pass.layout.groups:
             return probs
         weights = self._running.weights.unsqueeze(1)
-        return apply(probs, scores * weights, routing_map * weights, *args, **kwargs | {"with_padding_mask": True})
+        return apply(
+            probs,
+            scores * (weights * self.auxiliary_weight),
+            routing_map * weights,
+            *args,
+            **kwargs | {"with_padding_mask": True},
+        )
 
 
 def unwrapped(module: Any) -> Any:
