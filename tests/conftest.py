@@ -48,10 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest then puts those together that share a parameter of a module's fixture
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Trainings, and what make test leaves out, may take an hour; the others what pyproject.toml says.
+    """Trainings, and what make test leaves out, may take an hour; the others what pyproject.toml says. Files with
+    trainings come first, since what is left at the end runs beside nothing.
 
     ORDER_SEED in the environment shuffles files, and the tests of each.
     """
+    train = {item.path for item in items if item.get_closest_marker("ray")}
+    items.sort(key=lambda item: item.path not in train)
     for item in items:
         if any(item.get_closest_marker(name) for name in ("ray", "ci", "full")):
             item.add_marker(pytest.mark.timeout(3600))  # behind one of its own

@@ -248,6 +248,7 @@ def test_readme_snippet_trains_as_hf_does():
         assert (ours[name] - truth).norm() / truth.norm() < 1e-9, name
 
 
+@pytest.mark.ci
 def test_examples_run_and_agree_with_hf(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
     import judge_scoring

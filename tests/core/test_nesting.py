@@ -122,10 +122,7 @@ CHECKPOINTED = {"checkpointed": False, "reentrant": True, "kept attention": Fals
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(one, marks=() if one in ("qwen3", "gpt-oss-window-9", "qwen3.5") else pytest.mark.ci)
-        for one in FAMILIES
-    ],
+    [pytest.param(one, marks=() if one in ("qwen3", "gpt-oss-window-9") else pytest.mark.ci) for one in FAMILIES],
 )
 def test_nested_passes_equal_hf(family, float64_inside):  # noqa: F811
     model = build(family, torch.float64)
@@ -145,7 +142,7 @@ def test_nested_passes_equal_hf(family, float64_inside):  # noqa: F811
     assert max(errors.values()) < 1e-9, errors
 
 
-@pytest.mark.parametrize("draws", [15, pytest.param(100, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("draws", [15, pytest.param(100, marks=pytest.mark.full)])
 def test_any_deep_rows_in_any_nesting_equal_hf(small, draws):  # noqa: F811
     @settings(max_examples=draws)
     @given(

@@ -110,6 +110,7 @@ def check(rows: list[dict], expected: list[dict]) -> None:
         assert all(torch.equal(row[name], other[name]) for name in row)
 
 
+@pytest.mark.ci
 def test_one_row_carries_the_pixels_of_all_and_each_gets_them_back(config):
     stock = roll_out(StockWorker, config, "stock", picture(1))
     shared = roll_out(SharedPixelsWorker, config, "shared", picture(1))

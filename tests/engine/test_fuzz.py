@@ -66,7 +66,7 @@ def seen(request):
 
 
 @pytest.mark.parametrize(
-    "kind", ["actor", "trees", *(pytest.param(kind, marks=pytest.mark.ci) for kind in ("critic", "routes"))]
+    "kind", ["trees", *(pytest.param(kind, marks=pytest.mark.ci) for kind in ("actor", "critic", "routes"))]
 )
 def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
     numbers = [1] * 6 + [2] * 3 + [4] if REPORT else [1, 2]

@@ -339,7 +339,8 @@ ALIKE = ("qwen3_next", "olmo_hybrid")  # have qwen3_5_text's rule, and are left 
 # Left to CI as well: qwen3_5_text has these options in phases; of its turns the states of others, test_trees.py theirs.
 HALVES = (
     ("qwen3_5_text", "lora_on_mixers"), ("qwen3_5_text", "turns"), ("lfm2", "turns_kept_phased"),
-    ("granitemoehybrid", "turns_kept_phased"),
+    ("granitemoehybrid", "turns_kept_phased"), ("qwen3_5_text", "offload_checkpointed"),
+    ("qwen3_5_text", "phased_waves_of_one_row"),
 )  # fmt: skip
 
 
@@ -512,6 +513,7 @@ def test_a_batch_that_checks_itself_adds_its_gradients_to_those_before(ranks, mo
         assert seen == ["compare"] and error <= _limits(one_rank, "lfm2")["grads"]
 
 
+@pytest.mark.ci
 def test_first_step_costs_at_most_a_fifth_of_stocks_update_from_64_rows_on(one_rank):
     (cost,) = one_rank(_first_step)
     print(f"the first step costs {cost:.3f} of stock's update")

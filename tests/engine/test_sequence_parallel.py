@@ -95,7 +95,10 @@ BESIDE = [
     "turns_phased", "turns_of_both_kinds_phased", "hsdp", "sdpa_stock", "sdpa_stock_in_small_passes",
 ]  # fmt: skip
 # Of FEW, left to CI: their options are in other cases of make test.
-HALVES = ["gradient_checkpointing_phased", "tool_tokens_phased", "turns_of_both_kinds_phased"]
+HALVES = [
+    "gradient_checkpointing_phased", "tool_tokens_phased", "turns_of_both_kinds_phased", "phased", "auto_verified",
+    "sdpa_stock_in_small_passes",
+]  # fmt: skip
 # Each option of theirs is in another case of CI: schedules, checkpoints, offload, logits in chunks; of a tower what is
 # checkpointed has all phases, what is scattered all of a packed row.
 ALIKE = [

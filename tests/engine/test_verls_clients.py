@@ -117,6 +117,7 @@ def results(ranks, tmp_path_factory):
     return ranks(2, models)
 
 
+@pytest.mark.ci
 def test_a_tinker_client_gets_stocks_losses_log_probs_gradients_and_step(results):
     for errors in results(_compare_tinker):
         assert max(errors.values()) <= TOLERANCE, errors

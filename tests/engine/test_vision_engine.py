@@ -59,10 +59,10 @@ CASES = {
 # Whose options test_engine_equivalence.py has with text, or test_frozen.py of one process: left to CI.
 AS_WITH_TEXT = (
     "phased_row_by_row", "small_budget", "groups_cut", "offload", "lora_on_text", "padded", "turns",
-    "text_alone_sync_every_pass", "turns_scattered", "tower_and_upper_layer",
+    "text_alone_sync_every_pass", "turns_scattered", "tower_and_upper_layer", "gate_open",
 )  # fmt: skip
 # On one rank in make test, on two in CI, as is every family but one: nothing there differs between ranks.
-ALONE = ("gate_open", "checkpointed", "frozen_tower", "turns_phased", "text_alone")
+ALONE = ("checkpointed", "frozen_tower", "turns_phased", "text_alone")
 # What a model of experts or of recurrent layers adds. Other engine cases of it are in test_recurrent_engine.
 FEW = (
     "packed", "phased", "phased_row_by_row", "checkpointed", "scattered", "text_rank", "turns", "turns_phased",
@@ -209,12 +209,15 @@ def results(request, paths, ranks):
 
 def _cases(*names: str) -> pytest.MarkDecorator:
     """Of every family, all or these; make test has those of one family, and of the others what differs most: towers of
-    GLM's and experts are in models/test_vision.py. CI has all on two ranks."""
-    quick = {(1, family, "phased") for family in ("qwen2_5_vl", "qwen3_5")}
+    GLM's and experts are in models/test_vision.py. CI has every other case of the others on two ranks, which are not
+    the next family's."""
+    quick = {(1, "qwen3_5", "phased")}
     quick |= {(1 if case in ALONE else 2, "qwen3_vl", case) for case in CASES if case not in AS_WITH_TEXT}
 
     def marks(one: tuple[int, str, str]) -> tuple | pytest.MarkDecorator:
-        return () if one in quick else pytest.mark.ci if one[0] == 2 else pytest.mark.full
+        world, family, case = one
+        number = [*FAMILIES].index(family) + [*FAMILIES[family]].index(case)
+        return () if one in quick else pytest.mark.ci if world == 2 and number % 2 else pytest.mark.full
 
     every = [(world, family, case) for world in WORLDS for family in FAMILIES for case in FAMILIES[family]]
     params = [

@@ -52,8 +52,8 @@ CASES = {
     },
 }  # fmt: skip
 QUICK = (
-    "auto", "rows_of_live_groups", "rows_of_live_groups_phased", "a_rank_of_dead_rows", "all_dead_phased_exchanged",
-    "exchanged", "turns_rows", "loss_gspo", "loss_bypass_mode", "ulysses_rows_phased",
+    "rows_of_live_groups", "a_rank_of_dead_rows", "all_dead_phased_exchanged", "turns_rows", "loss_gspo",
+    "ulysses_rows_phased",
 )  # fmt: skip
 SHARED = SharedModels(_engine)  # on ranks
 

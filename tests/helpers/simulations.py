@@ -22,9 +22,9 @@ H100 = GPUS["h100"]
 
 
 def two_of_8(*values: tuple[object, object]) -> list:
-    """What three settings of two values make: in make test two that have every value of each, in CI the others, too."""
+    """What three settings of two values make; make test and CI have two that have every value of each."""
     return [
-        pytest.param(*one, marks=pytest.mark.ci if len({*map(tuple.index, values, one)}) == 2 else ())
+        pytest.param(*one, marks=pytest.mark.full if len({*map(tuple.index, values, one)}) == 2 else ())
         for one in itertools.product(*values)
     ]
 

@@ -705,10 +705,13 @@ TELLING = (
     "grpo_trainer/run_qwen3_vl_8b_fsdp",
     "grpo_trainer/run_seed_oss_36b_fsdp",
 )
-# rloo's and grpo's but for a loss that is let through, whose actors are tested with every loss; and the one that takes
-# as long as all others, a step of 40 million tokens.
+# Of grpo's but for the estimator or a loss that is let through, or for the model's size; and the one that takes as long
+# as all others, a step of 40 million tokens.
 ALIKE = (
-    "cispo_trainer/run_qwen3_8b_fsdp", "gpg_trainer/run_qwen3_8b_fsdp", "gspo_trainer/run_qwen3_30b_a3b_megatron",
+    "cispo_trainer/run_qwen3_8b_fsdp", "gpg_trainer/run_qwen3_8b_fsdp", "gpg_trainer/run_qwen3_8b_megatron",
+    "gspo_trainer/run_qwen3_8b_fsdp", "gspo_trainer/run_qwen3_30b_a3b_megatron", "rloo_trainer/run_qwen3_8b_fsdp",
+    "remax_trainer/run_qwen3_8b_fsdp", "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp",
+    "grpo_trainer/run_qwen2_5_32b_fsdp", "grpo_trainer/run_qwen3_4b_fsdp", "tuning/scaling/run_qwen2_5_32b_megatron",
 )  # fmt: skip
 
 

@@ -249,6 +249,7 @@ def _record_routes(rank: int, folder: Path, model: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.ci
 def test_routes_of_experts_replay_in_all_arms(tmp_path, replay, spawn, monkeypatch):
     monkeypatch.setattr(ab, "draw", lambda *_: False)
     model = write_tiny_model(tmp_path / "model", family="qwen3_moe")

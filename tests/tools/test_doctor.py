@@ -124,6 +124,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 """
 
 
+@pytest.mark.ci
 def test_a_plugin_that_needs_the_cpu_platform_before_it_is_there_is_named(run_doctor, tmp_path):
     """verl loads plugins in the order of sys.path, and says nothing of one that fails."""
     installed = tmp_path / "another-0.1.dist-info"

@@ -1253,6 +1253,7 @@ sys.exit(cli.main(json.loads(sys.stdin.read())))
 """
 
 
+@pytest.mark.ci
 def test_a_hub_that_cannot_be_reached_is_asked_once(folder):
     """Of a port where nothing listens, which Hugging Face's own client asks six times per file."""
     words = ["plan", "--prompt-lengths", "9", *overrides(folder, "actor_rollout_ref.model.path=some/model")]

@@ -413,6 +413,7 @@ def head_tokens(**changed: Any) -> dict[str, float]:
     return found
 
 
+@pytest.mark.ci
 def test_all_logits_of_a_pass_exist_where_there_is_room(elsewhere):
     """As in the engine. Otherwise those of the first 6000 - 4096 tokens are computed twice."""
     at_once, in_chunks = 3 * 6000, 3 * 6000 + 6000 - 4096
