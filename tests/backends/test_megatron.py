@@ -200,6 +200,13 @@ IN_PARTS = (
     (2, "tp2_sp_selective"), (2, "ep2_full"), (2, "ep2_turns"), (2, "ep2_overlap"), (2, "cp2_turns"), (2, "cp2_full"),
     (2, "cp2_selective"), (2, "cp2_tied"), (2, "cp2_moe"), (2, "cp2_ep2_packed"), (2, "cp2_per_token"), (2, "cp2_auto"),
     (4, "dp2_tp2_sp"), (4, "tp2_sp_ep2_exchange"), (4, "ep2_pp2_rounds"), (4, "cp2_tp2"),
+    (1, "mla_turns"), (1, "llama_phased"), (1, "qwen2_phased"), (1, "experts_selective"), (1, "full_turns"),
+    (1, "selective_phased"), (2, "tp2_phased"), (2, "tp2_sp_full"), (2, "tp2_sp_tied"), (2, "tp2_sp_chunks"),
+    (2, "cp2_plain_optimizer"), (2, "cp2_overlap"), (2, "cp2_distilled_only"), (2, "cp2_mla_selective"),
+    (2, "cp2_waves_of_1_offload"), (2, "cp2_small_budget"), (2, "cp2_window"), (2, "cp2_timed"), (2, "pp2_overlap"),
+    (2, "pp2_small_budget"), (2, "pp2_mla"), (2, "pp2_auto"), (2, "ep2_mla"), (2, "ep2_auto"), (2, "dp2_exchange"),
+    (2, "dp2_rank_of_empty_responses"), (2, "dp2_distilled_exchange"), (2, "tp2_sp_distilled"), (4, "cp2_pp2_packed"),
+    (4, "dp2_pp2_exchange"), (4, "pp2_rank_of_empty_responses"),
 )  # fmt: skip
 # As in Table 3 of arXiv 2606.01143 up to TP 4, CP 2, EP 4 and PP 2: what four ranks have; and PP 4.
 COMBINATIONS = {
@@ -497,7 +504,7 @@ CHECKED += ["cp2_full", "cp2_ep2_mla", "cp2_overlap", "cp2_plain_optimizer"]
 @pytest.mark.parametrize(
     ("which", "dtype"),
     [
-        *((which, "float32") for which in CHECKED),
+        *(pytest.param(which, "float32", marks=pytest.mark.full if i % 2 else ()) for i, which in enumerate(CHECKED)),
         *(pytest.param(which, "bfloat16", marks=() if i % 2 else pytest.mark.full) for i, which in enumerate(CHECKED)),
     ],
 )

@@ -20,7 +20,7 @@ def smoke(monkeypatch):
 
 
 @pytest.mark.ray
-@pytest.mark.ci
+@pytest.mark.full
 def test_every_step_of_a_dry_run_holds(smoke, tmp_path, monkeypatch, warm_commands):
     for name in ("VERL_PLATFORM", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")  # which main sets
