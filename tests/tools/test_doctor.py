@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import verl_prefix
+from verl_prefix.config.engines import MEGATRON, Engine
 from verl_prefix.tools import doctor
 from verl_prefix.versions import installed_version
 
@@ -186,6 +187,22 @@ def test_doctor_shows_the_error_that_is_hidden_or_comes_late(run_doctor, tmp_pat
     assert last["state"] == "FAIL" and last["line"].startswith(said) and "Traceback" in last["advice"]
     assert f"FAIL {said}: KeyError: 'broken on purpose'" in result.stdout
     assert "Traceback" in result.stderr and str(tmp_path / "verl_prefix" / broken) in result.stderr
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_of_an_engine_that_is_not_there_our_own_error_is_shown_first(monkeypatch, loads):
+    """MOCK: its package is there, verl's registry is empty, and our module is an empty one, or does not load."""
+    from verl.workers.engine import EngineRegistry
+
+    ours = "verl_prefix.backends.megatron"
+    monkeypatch.setattr(Engine, "missing", None)
+    monkeypatch.setattr(EngineRegistry, "_engines", {})
+    monkeypatch.setitem(sys.modules, "verl_prefix.backends", types.ModuleType("verl_prefix.backends"))
+    monkeypatch.setitem(sys.modules, ours, types.ModuleType(ours) if loads else None)
+    state, line, advice = doctor._optional(MEGATRON)
+    assert state == "FAIL" and ("Traceback" in advice) is not loads
+    said = "engine 'prefix_megatron' {}" if loads else "the engine of model_engine=prefix_megatron does not load: "
+    assert line.startswith(said) and advice.startswith("verl's own Megatron engine does not load: ") is loads
 
 
 def test_doctor_says_which_variable_keeps_the_plugin_out(run_doctor, tmp_path):

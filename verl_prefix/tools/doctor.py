@@ -183,12 +183,17 @@ def _optional(engine: Engine) -> Finding:
 
     if engine.missing:
         return Finding("info", f"engine {engine.name!r} needs {engine.package}: {engine.missing}")
-    _load("verl_prefix.backends", f"the engine of model_engine={engine.name} does not load")
+    headline = f"the engine of model_engine={engine.name} does not load"
+    _load("verl_prefix.backends", headline)
     found = EngineRegistry._engines.get("language_model", {}).get(engine.name, {})
+    if not found:  # `backends` made a warning of its error
+        try:
+            _load(f"verl_prefix.backends.{engine.verls}", headline)
+        except _Broken as error:
+            return Finding("FAIL", str(error), "".join(traceback.format_exception(error.__cause__)).rstrip())
     listed = ", ".join(f"{key}: {kind.__name__}" for key, kind in found.items())
-    load = f"python -c 'import verl.workers.engine.{engine.verls}'"
-    missing = None if found else f"verl's own {engine.title} engine does not load: {load}"
-    return _required(missing, f"engine {engine.name!r} {{{listed}}}")
+    problem = f"verl's own {engine.title} engine does not load: python -c 'import verl.workers.engine'"
+    return _required(None if found else problem, f"engine {engine.name!r} {{{listed}}}")
 
 
 def _check_kernels() -> Iterator[Finding]:
