@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from verl_prefix.core.groups import Group
 from verl_prefix.files import write_whole
-from verl_prefix.tools.arguments import Parser, file_to_write
+from verl_prefix.tools.arguments import Parser, json_to_write
 from verl_prefix.tools.bench.options import SHAPES
 from verl_prefix.tools.plots import Bars, save
 from verl_prefix.tools.report import provenance, table
@@ -151,7 +151,7 @@ def write_report(
         about: the script's docstring. measured: makes the report, but for its provenance.
     """
     parser = Parser(description=(about or "").partition("\n")[0])
-    parser.add_argument("--out", type=file_to_write, default=str(ROOT / f"examples/results/{name}.json"))
+    parser.add_argument("--out", type=json_to_write, default=str(ROOT / f"examples/results/{name}.json"))
     out: Path = parser.parse_args().out
     start = time.process_time()
     report = provenance(schema, "cpu") | measured()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_prefix.tools import doctor
-from verl_prefix.tools.arguments import Parser, at_least, file_to_write, folder_to_write, names, numbers
+from verl_prefix.tools.arguments import Parser, at_least, file_to_write, folder_to_write, json_to_write, names, numbers
 from verl_prefix.tools.report import warnings_last
 from verl_prefix.versions import install_verl, installed_version
 
@@ -169,7 +169,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     add("--no-memory", action="store_false", dest="memory", default=None, help="no peak memory")
     add("--compile", action="store_true", default=None, help="compile decoder layers, in every arm")
     add("--capacity", type=at_least(0.001, float), metavar="GIB", help="also: the longest rows that train in this")
-    add("--out", type=file_to_write, help="JSON, with .md and .png beside it; goes on where it left off")
+    add("--out", type=json_to_write, help="JSON, with .md and .png beside it; goes on where it left off")
     add("--allow-dirty", action="store_true", help="write it from uncommitted files too")
     add("--render", type=Path, metavar="JSON", help="only write a report's .md and .png again")
     add("--into", type=Path, metavar="FILE", help="and its table between the marks in this file")

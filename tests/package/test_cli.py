@@ -55,6 +55,9 @@ WRONG = {
     "bench --grid tiny --allow-dirty --out missing/bench.json": f"bench: argument --out: missing/bench.json {MISSING}",
     "bench --grid tiny --allow-dirty --out .": "bench: argument --out: . is a folder",
     "bench --grid tiny --allow-dirty --out /proc/b.json": "bench: argument --out: /proc/b.json cannot be written (",
+    "bench --grid tiny --out b.md": "bench: argument --out: b.md does not end in .json, and .md and .png are written "
+    "beside it; write b.json",
+    "bench --grid tiny --out b": "bench: argument --out: b does not end in .json",
     "bench --grid papers": "bench: argument --grid: invalid choice: 'papers' (choose from",
     "bench --grid tiny --arms stocks": "bench: argument --arms: 'stocks': name each of stock, stock_lean,",
     "bench --grid tiny --shape gpt": "bench: argument --shape: invalid choice: 'gpt' (choose from",
@@ -170,10 +173,12 @@ def test_every_report_is_known_to_be_writable_before_it_is_made() -> None:
     """By a reader of `arguments`, of each option that names what is written; a default is read if it is text."""
     found = []
     for path in [ROOT / "verl_prefix/cli.py", *ROOT.glob("examples/*.py")]:
-        for call in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for call in ast.walk(ast.parse(text)):
             if isinstance(call, ast.Call) and re.match(r"(\w+\.add_argument|add)\('(--)?out(put)?'", ast.unparse(call)):
                 given = {word.arg: ast.unparse(word.value) for word in call.keywords}
                 assert "_to_write" in given["type"] or given["type"] == "_free", path  # demo.py's; it is run below
+                assert "out.with_suffix" not in text or given["type"] == "json_to_write", path  # or it replaces itself
                 assert given.get("default", "str(").startswith(("str(", "'")), path
                 found.append(path.name)
     assert len(found) >= 10, found
@@ -212,7 +217,10 @@ def test_an_example_costs_what_its_page_says_and_its_threads_do_not_spin() -> No
 
 
 def test_what_can_be_written_is_not_made_yet(tmp_path) -> None:
-    for read, place in ((arguments.folder_to_write, tmp_path / "a" / "b"), (arguments.file_to_write, tmp_path / "a")):
+    for read, place in (
+        (arguments.folder_to_write, tmp_path / "a" / "b"), (arguments.file_to_write, tmp_path / "a"),
+        (arguments.json_to_write, tmp_path / "a.json"),
+    ):  # fmt: skip
         assert read(str(place)) == place and not list(tmp_path.iterdir())
 
 

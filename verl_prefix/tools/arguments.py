@@ -74,6 +74,15 @@ def file_to_write(text: str) -> Path:
     raise argparse.ArgumentTypeError(f"{path} {wrong}; write the name of a file in a folder that exists")
 
 
+def json_to_write(text: str) -> Path:
+    """Reader as `file_to_write`, of a report that has its Markdown and its plot beside it, by their endings."""
+    path = file_to_write(text)
+    if path.suffix != ".json":
+        beside, right = ".md and .png are written beside it", path.with_suffix(".json")
+        raise argparse.ArgumentTypeError(f"{path} does not end in .json, and {beside}; write {right}")
+    return path
+
+
 def folder_to_write(text: str | Path) -> Path:
     """Reader of a folder that files can be written to, or that can be made. It is not made yet."""
     path = Path(text)
