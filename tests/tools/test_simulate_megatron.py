@@ -90,6 +90,19 @@ def test_ranks_compute_together_what_one_computes(config, both):
         assert [ranks * of_rank for of_rank in amounts(job, *kinds)] == pytest.approx(computed, rel=0.01)
 
 
+def test_context_parallel_ranks_are_apart_by_tensor_parallel_ones():
+    """Ranks 0 and 2 of four: with two in a node their all-to-alls leave it, and nothing else of a pass does. On links
+    so slow that nothing else counts."""
+    job = replace(job_of(DENSE, Division(4, 2, True), checkpointing=False), sequence_ranks=2)
+    slow = replace(H100, network=1e6, nodes=1e5)
+    in_one, in_two = (
+        depth._run(job, [PACKED], replace(slow, per_node=n), log_probs=False)[0]["packed"] for n in (4, 2)
+    )
+    wire = in_one["collective/alltoall_base"] / 2  # the other half stays
+    later = wire / slow.nodes - wire / slow.network
+    assert in_two["seconds"] - in_one["seconds"] == pytest.approx(later, rel=0.01)
+
+
 def test_the_optimizer_reduces_gradients_and_gathers_weights_once():
     division = Division(8, 2, True, 2)
     job = job_of(MOE, division)

@@ -133,7 +133,9 @@ class Simulation:
         self.grids = [grids for g, grids in zip(job.groups, shown, strict=True) for _ in g.rows]
         tell_sites(model, tracker)
         self.pixels = TowerPixels(self.grids, job.config) if seeing else None
-        self.group = dist.new_group(range(job.sequence_ranks)) if job.sequence_ranks > 1 else None
+        every = job.division.tensor if job.division else 1  # tensor-parallel ranks are next to each other
+        sharing = range(0, job.sequence_ranks * every, every)
+        self.group = dist.new_group(sharing) if job.sequence_ranks > 1 else None
         self.tokens = TokenBatch(ids, positions, self.offsets, self.pixels)
 
     def optimizer(self) -> torch.optim.Optimizer | MegatronModel:
