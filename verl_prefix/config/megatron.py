@@ -42,9 +42,9 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
     def check(self, key: str) -> None:
         refuse_padding(key, self)
         refuse(
-            self.virtual_pipeline_model_parallel_size not in (None, 1),
+            self.virtual_pipeline_model_parallel_size is not None,
             f"{key}.virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: shared passes do "
-            "not run by megatron-core's interleaved schedule; set "
+            "not run by megatron-core's interleaved schedule, which any number chooses, 1 too; set "
             f"{key}.virtual_pipeline_model_parallel_size=null",
         )
         told = {
