@@ -305,6 +305,18 @@ def test_a_replay_that_is_killed_leaves_a_whole_report_of_the_steps_until_then(t
     assert written == {"num_steps": 3, "steps": [{"step": 1}]} and record.steps() == written["steps"]
 
 
+@pytest.mark.parametrize(("gpus", "fits"), [(1, 1), (4, 4), (5, 4)])
+def test_more_ranks_than_gpus_are_refused_before_they_start(tmp_path, monkeypatch, capsys, gpus, fits):
+    """MOCK: no GPU is here; torch counts some."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *args, **options: pytest.fail("ranks were started"))
+    words = f"ab --synthetic 9,4,2 --model {tmp_path} --ranks 8 --out {tmp_path}/out"
+    assert cli.main(words.split()) == 2 and not (tmp_path / "out").exists()
+    said = f"verl-prefix ab: 8 ranks need a GPU each, and this machine has {gpus}: write --ranks {fits}\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.ray
 def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, num_steps, tmp_path):
     words = ("ab", "--trace", recorded / "trace", "--out")

@@ -50,6 +50,9 @@ class Source:
             if module not in OPTIMIZERS:
                 raise ValueError(f"optimizer_impl={module!r} in the trace: verl would import it; known: {OPTIMIZERS}")
             self.trace.check()
+        if 0 < (gpus := torch.cuda.device_count()) < self.ranks:
+            fits = next(n for n in range(gpus, 0, -1) if self.ranks % n == 0)
+            raise ValueError(f"{self.ranks} ranks need a GPU each, and this machine has {gpus}: write --ranks {fits}")
         self.manifest["model"]["path"] = str(model)
         if options.dtype:
             self.manifest["engine"]["mixed_precision"] = _mixed_precision(options.dtype)
