@@ -68,6 +68,7 @@ else
     REWARD=(reward.custom_reward_function.path="$ROOT/recipes/musique/reward.py"
             reward.custom_reward_function.name=compute_score)
     if [ "$MODEL" = smollm2 ]; then MODEL=$ROOT/outputs/models/smollm2-135m; fi
+    if [ -d "$MODEL" ]; then MODEL=$(cd "$MODEL" && pwd); fi  # what follows runs in ROOT
 fi
 
 ########################### training ###########################

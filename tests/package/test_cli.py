@@ -204,6 +204,18 @@ def test_an_example_says_in_one_line_that_it_cannot_write(files, python, words, 
     assert sorted(path.name for path in files.iterdir()) == ["file", "junk.json"]
 
 
+@pytest.mark.parametrize(("model", "there"), [("model", "{}/model"), ("someone/model", "someone/model")])
+def test_a_relative_folder_of_a_model_is_the_callers(tmp_path, model, there) -> None:
+    """MOCK: a Python that prints the words of the last command, and does nothing else."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "python").write_text('#!/bin/sh\n[ "$2" != verl_prefix.cli ] || printf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    env = os.environ | dict(PYTHON=str(tmp_path / "python"), MODEL=model, DATA="questions.jsonl", OUT="out")
+    command = ["bash", ROOT / "examples/ab_grpo.sh", "plan"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    assert f"actor_rollout_ref.model.path={there.format(tmp_path)}" in done.stdout.splitlines()
+
+
 def test_an_example_costs_what_its_page_says_and_its_threads_do_not_spin() -> None:
     page = (ROOT / "examples/README.md").read_text()
     known = []
