@@ -7,7 +7,7 @@ import pytest
 import torch
 from api_pixels import by_api, by_waves, together
 from families import float64_inside  # noqa: F401
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 from vision_cases import FAMILIES, Case, paths  # noqa: F401
 
 from verl_prefix import response_hidden_states, response_log_probs
@@ -56,6 +56,18 @@ def test_equals_the_models_own_forward(family, paths, float64_inside, monkeypatc
 
 def halved(module, args, output):
     output.logits = output.logits * 0.5
+
+
+def test_lora_equals_hf(paths, float64_inside):  # noqa: F811
+    peft = pytest.importorskip("peft")
+    case = Case(paths["qwen2_5_vl"])
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "qkv"], init_lora_weights=False)
+    case.model = peft.get_peft_model(case.model, config).double()
+    float64_inside(case.model)
+    truth = measured(case, case.truth)
+    assert any("visual" in name for name in truth[1])
+    assert error(measured(case, lambda: by_api(case)), truth) < 1e-9
+    assert error(measured(case, lambda: by_waves(case)), truth) < 1e-9
 
 
 def test_a_hook_that_changes_logits(paths, float64_inside):  # noqa: F811
@@ -138,8 +150,13 @@ def test_hidden_states_of_a_vision_model_give_its_logits(paths):  # noqa: F811
     case = Case(paths["qwen2_5_vl"], torch.float32)
     rows = case.rollouts
     args = dict(prompts=rows.prompts, responses=rows.responses, pixels=together(case.pixels))
+    headless = AutoModel.from_config(case.model.config, attn_implementation="sdpa").float()
+    headless.load_state_dict(case.model.model.state_dict())
     with torch.no_grad():
         states, log_probs = (f(case.model, **args) for f in (response_hidden_states, response_log_probs))
+        assert torch.equal(torch.cat(response_hidden_states(headless, **args)), torch.cat(states))
+        (text,) = response_hidden_states(headless, [[8, 9]], [[10, 11]])
+        assert torch.allclose(text, headless(torch.tensor([[8, 9, 10, 11]])).last_hidden_state[0, 1:], atol=1e-5)
         for state, response, row in zip(states, rows.responses, log_probs, strict=True):
             logits = case.model.lm_head(state[:-1])
             assert torch.allclose(logits.log_softmax(-1).gather(-1, response[:, None])[:, 0], row, atol=1e-5)

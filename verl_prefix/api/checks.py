@@ -88,7 +88,7 @@ def check_model(model: Any, reads_head: bool) -> None:
     if model.training:
         runs: Any = model
         if not reads_head:
-            runs = seeing.model if (seeing := vision.vision_model(model)) else model.get_decoder()
+            runs = vision.inner_model(model) if vision.is_vision_config(model.config) else model.get_decoder()
         support.check_dropout(runs, "call model.eval(), or call the model on whole rows")
 
 

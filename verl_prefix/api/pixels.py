@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from verl_prefix.models.vision import MODEL_TYPES, PIXELS, check_pixels, is_vision_config
+from verl_prefix.models.vision import MODEL_TYPES, PIXELS, check_pixels, inner_model, is_vision_config
 
 
 def pixels_of_prompts(
@@ -79,6 +79,6 @@ def positions_of_row(model: Any, prompt: torch.Tensor, pixels: Mapping[str, Any]
     config = model.config
     kinds = torch.where(prompt == config.image_token_id, 1, 2 * (prompt == config.video_token_id).int())
     others = {name: value for name, value in pixels.items() if not name.startswith("pixel_values")}
-    axes, _ = model.model.get_rope_index(prompt[None], mm_token_type_ids=kinds[None], **others)
+    axes, _ = inner_model(model).get_rope_index(prompt[None], mm_token_type_ids=kinds[None], **others)
     axes = torch.cat([axes[:, 0].cpu(), (axes.max().item() + 1 + torch.arange(num_more)).expand(3, -1)], dim=1)
     return torch.cat([torch.arange(axes.shape[1])[None], axes])

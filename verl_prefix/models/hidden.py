@@ -17,11 +17,12 @@ class HiddenStateModel(HookedModel):
         return True
 
     def logits(self, inputs: dict[str, Any], keep: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
-        if (seeing := vision.vision_model(self.model)) is None:
+        if not vision.is_vision_config(self.model.config):
             hidden: torch.Tensor = self.model.get_decoder()(**inputs).last_hidden_state[:, keep]
             return hidden
+        inner = vision.inner_model(self.model)
         headless: Any = SimpleNamespace(
-            config=seeing.config, model=seeing.model, get_input_embeddings=seeing.get_input_embeddings,
+            config=inner.config, model=inner, get_input_embeddings=inner.get_input_embeddings,
             lm_head=lambda hidden: hidden,
         )  # fmt: skip
         return vision.forward(headless, keep=keep, **seen, **inputs).logits

@@ -53,15 +53,21 @@ def vision_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def inner_model(model: Any) -> Any:
+    """A vision model's tower and text model, without lm_head and what LoRA puts around: what `AutoModel` gives."""
+    seeing = vision_model(model)
+    return getattr(seeing, "model", seeing)
+
+
 def tower_of(model: Any) -> torch.nn.Module:
     """The vision tower and its merger.
 
     Raises:
         ValueError: this model has none that we know.
     """
-    if (seeing := vision_model(model)) is None:
+    if not is_vision_config(model.config):
         raise ValueError(f"freeze_vision_tower=True, and a {model.config.model_type} model has none; remove it")
-    tower: torch.nn.Module = seeing.model.visual
+    tower: torch.nn.Module = inner_model(model).visual
     return tower
 
 
