@@ -182,13 +182,25 @@ def test_models_that_cannot_be_computed_say_what_to_do():
     response_log_probs(model.eval(), **TWO)
 
 
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
-def test_learned_prompts_of_peft_are_refused_by_type(kind):
+PROMPT_LEARNING = r"PEFT prompt learning is not supported \(default: %s\).*train LoRA, or call the model on whole rows"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("PromptTuningConfig", dict(num_virtual_tokens=3), PROMPT_LEARNING % "PROMPT_TUNING"),
+        ("PrefixTuningConfig", dict(num_virtual_tokens=3), PROMPT_LEARNING % "PREFIX_TUNING"),
+        (
+            "LoraConfig",
+            dict(alora_invocation_tokens=[1, 2], target_modules=["k_proj", "v_proj"]),
+            r"aLoRA of PEFT .* \(default: alora_invocation_tokens=\[1, 2\]\).*LoRA without them, or call the",
+        ),
+    ],
+)
+def test_adapters_of_peft_that_need_whole_rows_are_refused_by_type(kind, fields, message):
     """They would be left out: the outputs would be those of the base model."""
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build(), getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM"))
-    name = {"PromptTuningConfig": "PROMPT_TUNING", "PrefixTuningConfig": "PREFIX_TUNING"}[kind]
-    message = rf"PEFT prompt learning is not supported \(default: {name}\).*train LoRA, or call the model on whole rows"
+    model = peft.get_peft_model(build(), getattr(peft, kind)(task_type="CAUSAL_LM", **fields))
     for use in (response_log_probs, response_hidden_states):
         with pytest.raises(ValueError, match=message):
             use(model, **TWO)

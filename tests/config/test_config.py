@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+from verl_prefix.backends.hugging_face import HFBackend
 from verl_prefix.config.driver import _check_separate_rollout
 from verl_prefix.config.engines import slices_of
 from verl_prefix.config.fsdp import PrefixActorConfig, PrefixEngineConfig
@@ -533,6 +535,17 @@ def test_dropout_is_refused_with_the_overrides_that_turn_it_off(tmp_path):
     assert not layer.self_attn.attention_dropout and not layer.self_attn.residual_dropout
     states = torch.ones(1, 3, 64)
     assert torch.equal(layer.mlp(states), layer.mlp(states)) and not layer.mlp.residual_dropout
+
+
+def test_adapters_that_need_whole_rows_are_refused_in_the_worker():
+    """No config says what `lora_adapter_path` holds."""
+    peft = pytest.importorskip("peft")
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"], alora_invocation_tokens=[5, 6])
+    engine = SimpleNamespace(module=peft.get_peft_model(model, config))
+    with pytest.raises(ValueError, match=r"aLoRA of PEFT is not supported .*=\[5, 6\].*or set .*schedule=stock"):
+        HFBackend.check_model(SimpleNamespace(_engine=engine))
 
 
 def test_a_sliding_window_is_accepted(tmp_path):

@@ -80,11 +80,7 @@ def check_model(model: Any, reads_head: bool) -> None:
             f"shared prefixes are not supported for this {model.config.model_type} model: {'; '.join(reasons)}. Call "
             "the model on whole rows instead"
         )
-    if learned := support.prompt_learning(model):
-        raise ValueError(
-            f"PEFT prompt learning is not supported ({', '.join(learned)}): its learned prompt is none of the tokens "
-            "here, and would be left out; train LoRA, or call the model on whole rows"
-        )
+    support.check_adapters(model, "call the model on whole rows")
     if model.training:
         runs: Any = model
         if not reads_head:

@@ -30,7 +30,7 @@ from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.replaced import replaced
-from verl_prefix.models.support import check_dropout, check_supported
+from verl_prefix.models.support import check_adapters, check_dropout, check_supported
 
 
 class HFBackend(ABC):
@@ -71,6 +71,7 @@ class HFBackend(ABC):
         """Context of a backward, the last of an update or not, in which gradients are reduced as on the stock path."""
 
     def check_model(self) -> None:
+        check_adapters(self._engine.module)
         check_dropout(self._engine.module)
 
     @property

@@ -168,14 +168,22 @@ def dropouts(config: PretrainedConfig) -> dict[str, float]:
     }  # fmt: skip
 
 
-def prompt_learning(model: torch.nn.Module) -> list[str]:
-    """Adapters of PEFT that put learned tokens, or keys and values, before every row, as `name: type`."""
+def check_adapters(model: torch.nn.Module, instead: str = f"set {WITHOUT_SHARING}") -> None:
+    """Raises ValueError where an adapter of PEFT needs whole rows: it puts learned tokens, or keys and values, before
+    each of them, or searches each for the tokens that switch it on."""
     configs = getattr(model, "peft_config", None) or {}
-    return [
-        f"{name}: {getattr(config.peft_type, 'value', config.peft_type)}"
-        for name, config in configs.items()
-        if getattr(config, "is_prompt_learning", False)
-    ]
+    types = {name: getattr(config.peft_type, "value", config.peft_type) for name, config in configs.items()}
+    if learned := [f"{name}: {types[name]}" for name, config in configs.items() if config.is_prompt_learning]:
+        raise ValueError(
+            f"PEFT prompt learning is not supported ({', '.join(learned)}): its learned prompt is none of the tokens "
+            f"here, and would be left out; train LoRA, or {instead}"
+        )
+    invoked = {name: getattr(config, "alora_invocation_tokens", None) for name, config in configs.items()}
+    if told := [f"{name}: alora_invocation_tokens={tokens}" for name, tokens in invoked.items() if tokens]:
+        raise ValueError(
+            f"aLoRA of PEFT is not supported ({', '.join(told)}): it searches each row of the batch for these tokens, "
+            f"and here many rows are in one, or a prompt and its responses apart; train LoRA without them, or {instead}"
+        )
 
 
 def check_dropout(model: torch.nn.Module, instead: str = WITHOUT_SHARING) -> None:
