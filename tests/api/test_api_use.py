@@ -171,6 +171,11 @@ def test_models_that_cannot_be_computed_say_what_to_do():
         part(sharded).__class__ = type("Sharded", (FSDPModule, type(part(sharded))), {})  # as fully_shard does
         with pytest.raises(TypeError, match=f"{type(sharded).__name__} is sharded by FSDP.*or the verl plugin"):
             response_log_probs(sharded, **TWO)
+    sharded = build()
+    for i, parameter in enumerate(sharded.parameters()):  # as deepspeed.zero.Init leaves them
+        parameter.data, parameter.ds_id = torch.empty(0), i
+    with pytest.raises(TypeError, match="LlamaForCausalLM is sharded by DeepSpeed ZeRO-3, whose.*or the verl plugin"):
+        response_log_probs(sharded, **TWO)
     model.config.attention_dropout = 0.1
     response_log_probs(model.eval(), **TWO)
     with pytest.raises(ValueError, match="llama model: attention_dropout=0.1. Call the model on whole rows"):

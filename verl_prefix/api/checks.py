@@ -65,10 +65,13 @@ def check_model(model: Any, reads_head: bool) -> None:
             f"model is a {name}, not a Hugging Face causal LM; pass the model itself, such as accelerator.unwrap_model("
             "model) or ddp.module (and average .grad over ranks before optimizer.step)"
         )
-    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    # DeepSpeed's ZeRO-3 marks parameters, of which a rank has nothing between forwards.
+    if sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise TypeError(
-            f"{name} is sharded by FSDP, whose ranks must run the same passes; use verl_prefix.core.schedule.Schedule "
-            "with verl_prefix.core.planning.pad_to_same_passes, or the verl plugin"
+            f"{name} is sharded by {'FSDP' if sharded else 'DeepSpeed ZeRO-3'}, whose ranks must run the same passes; "
+            "use verl_prefix.core.schedule.Schedule with verl_prefix.core.planning.pad_to_same_passes, or the verl "
+            "plugin"
         )
     if reads_head and model.get_output_embeddings() is None:
         raise TypeError(
