@@ -402,6 +402,9 @@ def test_attention_that_is_kept_runs_no_kernel_again_and_changes_nothing(family,
     assert max(errors(wrong, twice).values()) > 1e-3
 
 
+BERT_DECODER = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, is_decoder=True)
+
+
 @pytest.mark.parametrize(
     ("config_class", "fields", "found"),
     [
@@ -423,6 +426,10 @@ def test_attention_that_is_kept_runs_no_kernel_again_and_changes_nothing(family,
         ("OPTConfig", {}, "dropout=0.1"),
         ("PhimoeConfig", {}, "router_jitter_noise=0.01"),
         ("MixtralConfig", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1"),
+        ("PhimoeConfig", dict(router_jitter_noise=0.0, sliding_window=9), "sliding_window=9, which layers"),
+        ("Qwen2MoeConfig", dict(sliding_window=9, layer_types=["sliding_attention"] * 24), "model: sliding_window=9, "),
+        ("RobertaConfig", BERT_DECODER, "model: model_type=roberta, whose positions begin behind pad_token_id=1"),
+        ("XLMRobertaXLConfig", BERT_DECODER, "model_type=xlm-roberta-xl, whose positions begin"),
         ("Qwen2VLConfig", {}, "model: vision_config of type qwen2_vl_vision; towers of qwen2_5_vl, "),
         ("InternVLConfig", {}, r"type internvl_vision \(no spatial_merge_size, .*grid of patches becomes tokens\); "),
         ("GotOcr2Config", {}, "vision_config of type (GotOcr2VisionConfig|got_ocr2_vision) "),
@@ -469,6 +476,16 @@ def test_the_dropout_of_a_section_is_turned_off_there():
 )  # fmt: skip
 def test_a_dropout_that_the_model_does_not_apply_is_none(config_class, field):
     check_supported(getattr(transformers, config_class)(**{field: 0.1}))
+
+
+def test_a_window_that_the_model_does_not_apply_is_none(float64_inside):  # noqa: F811
+    model, batch = build("llama3").double(), random_rollouts(SHAPE, 128)
+    model.config.sliding_window = 9
+    model.config.layer_types = ["sliding_attention"] * 4
+    float64_inside(model)
+    check_supported(model.config)
+    ours, truth = (torch.cat(run(model, batch, *how)) for run, how in ((run_shared, ["packed"]), (run_stock, [])))
+    assert (ours - truth).norm() < 1e-9 * truth.norm()
 
 
 def test_a_dropout_that_the_class_declares_counts_applied_or_not():

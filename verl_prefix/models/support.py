@@ -1,5 +1,6 @@
 """Refuses models and settings that the shared-prefix path cannot compute, and says why; knows the windows of layers."""
 
+import functools
 import inspect
 import math
 from typing import Any
@@ -24,6 +25,12 @@ _OTHERS = (
 )  # fmt: skip
 # Types whose classes promise transformers' attention interface, from 5.11 on, and whose layers do not keep that.
 _BROKEN_PROMISES = ("moshi", "nemotron")
+# Types whose layers leave their window to the mask: the call of attention does not carry it.
+_WINDOWS_IN_MASKS = ("phimoe", "qwen2_moe")
+# Types that count positions from behind their padding token's index.
+_PADDED_POSITIONS = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
 # Layer types that models with supported recurrent layers name.
 _RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "attention"}
 
@@ -49,6 +56,11 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
     # Models that attend both ways or not declare both fields. gpt_neox has the first alone, and does not read it.
     if all(hasattr(type(text), name) for name in ("is_decoder", "add_cross_attention")) and not text.is_decoder:
         reasons.append("is_decoder=False, with which tokens attend to later ones")
+    if text.model_type in _PADDED_POSITIONS:
+        reasons.append(f"model_type={text.model_type}, whose positions begin behind pad_token_id={text.pad_token_id}")
+    if text.model_type in _WINDOWS_IN_MASKS:
+        windows = {layer_window(text, layer) for layer in range(text.num_hidden_layers)} - {None, 0}
+        reasons += [f"sliding_window={window}, which layers of this type leave to their mask" for window in windows]
     if has_states and (getattr(text, "time_step_limit", None) or (0.0,))[0] > 0:
         reasons.append(f"time_step_limit={text.time_step_limit}, with which padding would decay a state")
     if has_states and getattr(text, "hidden_act", "silu") not in ("silu", "swish"):
@@ -87,6 +99,14 @@ def _class_reasons(config: PretrainedConfig) -> list[str]:
 def _is_transformers(config: PretrainedConfig) -> bool:
     """Whether the config's class is one of transformers, and so is the model's."""
     return type(config).__module__.startswith("transformers.")
+
+
+@functools.cache
+def _declares(kind: type[PretrainedConfig], name: str) -> bool:
+    """Whether models with this class of configs may read a field: a config.json may hold fields of other models. Code
+    from outside of transformers may read one that nobody declares."""
+    is_field = name in inspect.signature(kind).parameters or name in kind.attribute_map or hasattr(kind, name)
+    return is_field or not kind.__module__.startswith("transformers.")
 
 
 def _of_layers(text: PretrainedConfig, name: str) -> list[Any]:
@@ -153,8 +173,7 @@ def check_supported(config: PretrainedConfig, key: str = "actor_rollout_ref.mode
 def dropouts(config: PretrainedConfig) -> dict[str, float]:
     """Rates of dropout and jitter above 0, by the config's field: `attention_dropout`, or
     `text_config.attention_dropout` of a section. Those of heads that an actor does not have (classifier_dropout,
-    summary_first_dropout) do not count, nor do those that the config's class does not declare: a config.json may hold
-    fields of other models. Code from outside of transformers may read a field that nobody declares."""
+    summary_first_dropout) do not count, nor do those that the config's class does not declare."""
     names = getattr(config, "sub_configs", None) or {}
     sections = {"": config} | {f"{name}.": getattr(config, name, None) for name in names}
     return {
@@ -164,7 +183,7 @@ def dropouts(config: PretrainedConfig) -> dict[str, float]:
         for name, value in vars(section).items()
         if ("drop" in name or "jitter" in name) and not name.startswith(("classifier", "summary"))
         and type(value) in (int, float) and value > 0
-        and (name in inspect.signature(type(section)).parameters or not _is_transformers(section))
+        and _declares(type(section), name)
     }  # fmt: skip
 
 
@@ -212,9 +231,13 @@ def _rope_types(text: PretrainedConfig) -> set[str]:
 
 
 def layer_window(text: PretrainedConfig, layer: int) -> int | None:
-    """The sliding window that the config gives this layer."""
+    """The sliding window that the config gives this layer, by fields that its class declares."""
     if getattr(text, "is_heterogeneous", False):
         text = text.per_layer_config[layer]
-    if layer_types := getattr(text, "layer_types", None):
-        return text.sliding_window if layer_types[layer] == "sliding_attention" else None
-    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+
+    def field(name: str, default: Any) -> Any:
+        return getattr(text, name, default) if _declares(type(text), name) else default
+
+    if layer_types := field("layer_types", None):
+        return field("sliding_window", None) if layer_types[layer] == "sliding_attention" else None
+    return field("sliding_window", None) if field("use_sliding_window", True) else None
