@@ -5,6 +5,7 @@ One set of processes runs all of it; the tests read what came back. Does not exe
 
 import ctypes
 import os
+import random
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -90,8 +91,28 @@ def agents(kinds: dict[str, str]) -> list[dict]:
     return rows
 
 
+def placed_anywhere(seed: int) -> dict:
+    """A row per rank, or some more, and the rank that each goes to, whatever that costs."""
+    rng = random.Random(seed)
+    world = rng.choice([3, 4])
+    kinds = rng.choice([["copies", "text"], ["copies", "copies"], ["carried", "copies"]])
+    groups = [(rng.randint(2, 40), [3] * rng.randint(2, 4), kind) for kind in kinds]
+    num_rows = sum(len(lens) for _, lens, _ in groups)
+    ranks, homes = (
+        rng.sample([*range(world), *(rng.randrange(world) for _ in range(num_rows - world))], num_rows) for _ in "ab"
+    )
+    return {"world": world, "groups": groups, "ranks": ranks, "homes": homes, "mrope": False}
+
+
+# Two rows of one picture and a text, each of which goes to where another comes from.
+IN_A_RING = {
+    "world": 3, "groups": [(9, [1, 9], "copies"), (9, [1], "text")], "ranks": [0, 1, 2], "homes": [1, 2, 0],
+    "mrope": False,
+}  # fmt: skip
 # Turns of more and of fewer sessions than ranks, of one turn each, and without a response.
 EXAMPLES = [
+    IN_A_RING,
+    *map(placed_anywhere, range(12)),
     *(turns([(30, [5] * 6), (20, [4, 0, 3, 0, 2]), (25, [3, 8])], world) for world in (2, 4)),
     turns([(30, [5] * 8)], 4),
     turns([(30, [5] * 8)], 4, kind="carried"),
@@ -190,6 +211,16 @@ def opened(data, trees, option: str = "auto"):
     return open_exchange(SimpleNamespace(ranks=ranks, shape=SHAPE), option, BatchRows(data), trees, Loss(None))
 
 
+def _goes_to(batch: dict):
+    """What `place_rows` is to find: the `homes` of a batch, of rows that are numbered rank after rank."""
+    from verl_prefix.auto.placement import describe_rows
+
+    pairs = sorted(zip(batch["ranks"], batch["homes"], strict=True), key=lambda pair: pair[0])
+    return lambda keys, prefixes, suffixes, _, num_ranks, __: describe_rows(
+        keys, prefixes, suffixes, [home for _, home in pairs], num_ranks
+    )
+
+
 def _problems(batch: dict, seed: int) -> list[str]:
     """What is wrong with the exchange of a batch, as this rank sees it."""
     import torch.distributed as dist
@@ -212,16 +243,17 @@ def _problems(batch: dict, seed: int) -> list[str]:
         mock.patch.object(dist, name, counted(getattr(dist, name)))
         for name in ("all_reduce", "all_gather", "all_to_all_single")
     ]
-    # Pixels are fetched only for a rank that would have no row otherwise.
     counting.append(
         mock.patch(
             "verl_prefix.engine.carried_pixels._fetch", lambda keys: fetched.extend(keys) or [carriers[k] for k in keys]
         )
     )
+    if "homes" in batch:
+        counting.append(mock.patch("verl_prefix.engine.row_table.place_rows", _goes_to(batch)))
     for one in counting:
         one.start()
     # Of a batch before, whose rows stayed, one rank may have seen turns alone.
-    trees = TreeRule("uid", frozenset([END]), cut_before=rank == seed % 2) if batch["turns"] else TreeRule()
+    trees = TreeRule("uid", frozenset([END]), cut_before=rank == seed % 2) if batch.get("turns") else TreeRule()
     exchange = opened(data, trees)
     found = exchange.computed.data
     if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):
@@ -265,7 +297,7 @@ def _problems(batch: dict, seed: int) -> list[str]:
     if tu.get(found, "temperature") != 0.7 or tu.get(found, "max_token_len_per_gpu") != 100:
         problems.append("what the batch has once is lost")
     lists = [None] * batch["world"]
-    dist.all_gather_object(lists, (here, sum(n.startswith("uid") for n in set(tu.get(found, "uid")))))
+    dist.all_gather_object(lists, (here, {uid for uid in tu.get(found, "uid") if uid.startswith("uid")}))
     if sorted(row for rows, _ in lists for row in rows) != list(range(len(every))):
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
@@ -278,13 +310,13 @@ def _problems(batch: dict, seed: int) -> list[str]:
         # Of fewer sessions than ranks, balance may put two on one rank; each rank without any gets a row of another's.
         if torn > (batch["world"] - 1 if len(set(sessions)) < batch["world"] else 0):
             problems.append(f"{torn} sessions are torn: {lists}")
-    on_ranks = sum(n for _, n in lists) - len(batch["groups"])
-    metrics = exchange.metrics
-    if (on_ranks > 0) != (metrics["prefix/cost_split_groups"] > 0) or metrics["prefix/split_groups"]:
-        problems.append(f"{on_ranks} pieces too many, and metrics say {metrics}")
-    if fetched and len(found) > 1:
-        problems.append(f"pixels of {fetched} were asked for, beside rows {here}")
-    if len(calls) > (14 if moves else 4) + (2 if batch["turns"] else 0):
+    held = [uid for _, uids in lists for uid in uids]
+    metrics, split = exchange.metrics, {uid for uid in held if held.count(uid) > 1}
+    if bool(split) != (metrics["prefix/cost_split_groups"] > 0) or metrics["prefix/split_groups"]:
+        problems.append(f"{split} are on several ranks, and metrics say {metrics}")
+    if not {f"uid{key.partition('_')[0]}" for key in fetched} <= split:
+        problems.append(f"pixels of {fetched} were asked for, and only {split} are on several ranks")
+    if len(calls) > (14 if moves else 4) + (2 if batch.get("turns") else 0):
         problems.append(f"{len(calls)} collectives")
     if (metrics["prefix/exchanged_rows"] > 0) != bool(set(r["row"].item() for r in mine) - set(here)):
         problems.append(f"{metrics['prefix/exchanged_rows']} rows are said to have left")

@@ -3,7 +3,6 @@
 `Moves` is a rank's part of the plan, which all ranks make alike; `Travel` carries it out.
 """
 
-import functools
 import itertools
 import logging
 import time
@@ -46,6 +45,7 @@ class Moves:
         got: from each rank, its rows, by their numbers there.
         computed: the rows that this rank computes, by their numbers in the table: first those that stay, then those
             that arrive, by rank.
+        holders: (key, rank) of all ranks' rows that stay and have their pixels with them.
     """
 
     def __init__(self, table: AllRows, homes: Sequence[int], rank: int, num_ranks: int) -> None:
@@ -61,6 +61,8 @@ class Moves:
         self.kept, self.sent[rank], self.got[rank] = self.sent[rank], [], []
         self.computed = [table.starts[rank] + i for i in self.kept]
         self.computed += [start + i for start, got in zip(table.starts, self.got, strict=False) for i in got]
+        of_rows = zip(table.keys, table.ranks, homes, table.has_pixels, strict=True)
+        self.holders = {(key, home) for key, source, home, has in of_rows if has and home == source}
 
 
 class Travel:
@@ -183,16 +185,10 @@ class Travel:
         dist.all_gather(list(tables), padded.to(self._device), group=self._group)
         return [of_rank[1 : of_rank[0, 0] + 1] for of_rank in tables.cpu()]
 
-    @functools.cached_property
-    def _holders(self) -> set[tuple[Hashable, int]]:
-        """(key, rank) of rows that have their pixels with them."""
-        table = self.table
-        return {(k, r) for k, r, has in zip(table.keys, table.ranks, table.has_pixels, strict=True) if has}
-
     def _without_known_pixels(self, i: int, to: int) -> TravellingRow:
-        """Row i as it goes to rank `to`: without its pixels where that one has them."""
+        """Row i as it goes to rank `to`: without its pixels where a row that stays there has them."""
         row, key = self._codec.row(i, i), self.table.keys[self.table.starts[self._rank] + i]
-        if row.others.get(PIXELS) and (key, to) in self._holders:
+        if row.others.get(PIXELS) and (key, to) in self.moves.holders:
             row.others[PIXELS] = {name: x for name, x in row.others[PIXELS].items() if name not in PIXEL_NAMES}
         return row
 
