@@ -16,11 +16,15 @@ SHAPE = ModelShape(1e3, 1e2, 1.0, (None, 64), 1.0, 1.0, 1.0, 100, tower=10.0)
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[int], list[float], list[float], list[int], int]:
-    """Keys, costs and ranks of rows that lie anywhere; at least one per rank, as verl deals them."""
+def batches(draw: st.DrawFn, cheapest: int = 0) -> tuple[list[int], list[float], list[float], list[int], int]:
+    """Keys, costs and ranks of rows that lie anywhere; at least one per rank, as verl deals them.
+
+    Args:
+        cheapest: the least cost of a prefix.
+    """
     num_ranks = draw(st.integers(1, 8))
     sizes = draw(st.lists(st.integers(1, 13), min_size=num_ranks, max_size=24))
-    prefixes = [draw(st.integers(0, 5000)) for _ in sizes]
+    prefixes = [draw(st.integers(cheapest, 5000)) for _ in sizes]
     keys = draw(st.permutations([group for group, size in enumerate(sizes) for _ in range(size)]))
     suffixes = [float(draw(st.integers(0, 3000))) for _ in keys]
     ranks = [draw(st.integers(0, num_ranks - 1)) for _ in keys]
@@ -53,7 +57,7 @@ def test_every_rank_has_rows_and_what_is_said_of_the_placement_is_true(batch):
     assert placed.split_groups == splits(keys, placed.ranks)
 
 
-@given(batches())
+@given(batches(cheapest=1))
 def test_groups_are_split_only_where_that_is_worth_it(batch):
     """Against groups that go whole, the costliest first, to the rank with the least to do."""
     keys, prefixes, suffixes, _, num_ranks = batch
@@ -78,6 +82,18 @@ def test_rows_stay_where_groups_are_whole_and_ranks_balanced():
     assert place_rows([0, 1, 2], [5.0, 5.0, 9.0], [1.0] * 3, [0, 1, 1], 2).ranks in ([0, 0, 1], [1, 1, 0])
     # Torn.
     assert len(set(place_rows(keys, [9.0] * 4, [1.0] * 4, [0, 1, 0, 1], 2).ranks[:2])) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=8), st.booleans())
+def test_one_row_per_rank_stays(rows, has_pixels):
+    keys, ranks = [key for key, _ in rows], [*range(len(rows))][::-1]
+    args = keys, [1.7 * key for key in keys], [0.1 * suffix for _, suffix in rows], ranks, len(rows)
+    assert place_rows(*args, [has_pixels and key < 4 for key in keys]).ranks == ranks
+
+
+def test_rows_of_one_picture_stay_where_every_rank_sees_it_anyway():
+    ranks = [i % 2 for i in range(8)]
+    assert place_rows([0] * 8, [3.0] * 8, [1.0] * 8, ranks, 2, [1] * 8).ranks == ranks
 
 
 def test_one_long_group_is_split_over_ranks_and_a_prefix_that_costs_more_is_not():

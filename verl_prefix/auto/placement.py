@@ -20,6 +20,7 @@ from verl_prefix.core.groups import Group, rows_by_key
 
 # Rows are moved, and groups are split, where that brings the predicted time of a pass down to this share.
 WORTH = 0.95
+ROUNDING = 1 - 1e-9  # sums of the same costs in another order
 FEW = 8  # rows per rank, up to which placing them one by one is tried as well
 
 
@@ -38,6 +39,11 @@ class Placement:
     longest: float
     imbalance: float
     split_groups: int
+
+    @property
+    def mean(self) -> float:
+        """Cost of the average rank."""
+        return self.longest / self.imbalance
 
 
 def row_cost(shape: ModelShape, prefix_len: int, suffix_len: int, patches: int = 0) -> tuple[float, float]:
@@ -118,7 +124,8 @@ def place_rows(
 
     Each group goes to the rank with the least to do, the costliest group first. Then groups are split while that pays.
     Where rows are few, they are also placed one by one, and that placement is taken if it is 5 % shorter. But all rows
-    stay where they are if groups are whole there, and moving rows would not shorten the pass by 5 %.
+    stay where they are if groups are whole there, and moving rows would not shorten the pass by 5 %; and if moving them
+    would lessen neither the cost of the costliest rank nor the sum over ranks, as with one row per rank.
 
     Args:
         keys: group of each row.
@@ -151,7 +158,9 @@ def place_rows(
     fill_empty_ranks(
         home, ranks, suffix_costs=suffix_costs, num_ranks=num_ranks, visual=visual, holds_pixels=holds_pixels
     )
-    return describe_rows(keys, prefix_costs, suffix_costs=suffix_costs, ranks=home, num_ranks=num_ranks)
+    moved = describe_rows(keys, prefix_costs, suffix_costs=suffix_costs, ranks=home, num_ranks=num_ranks)
+    gains = moved.longest < ROUNDING * here.longest or moved.mean < ROUNDING * here.mean
+    return moved if gains or len(set(ranks)) < num_ranks else here
 
 
 def describe_rows(
@@ -255,8 +264,8 @@ def fill_empty_ranks(
 ) -> None:
     """Changes `home`, so that every rank has a row: one that came from it, or else one of others.
 
-    A row that would leave its group's pixels is the last choice. Nothing changes where rows are fewer than ranks, which
-    does not happen in verl's batches.
+    A row that would leave its group's pixels is the last choice. Nothing changes where rows are fewer than ranks; the
+    exchange raises then (`travel`). It does not happen in verl's batches.
 
     Args:
         home: the rank that computes each row. ranks: where each row is.
