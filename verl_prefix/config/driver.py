@@ -220,8 +220,12 @@ def _check_separate_rollout(config: DictConfig) -> None:
     """Checks of one_step_off_policy and fully_async_policy, of which the latter calls no `validate` of verl's."""
     actor, num_gpus = omega_conf_to_dataclass(config.actor_rollout_ref.actor), config.trainer.n_gpus_per_node
     actor.check(num_gpus * config.trainer.nnodes, config.actor_rollout_ref.model)
-    if has_critic(config) and config.critic._target_ == CRITIC.target:
-        omega_conf_to_dataclass(config.critic).check(num_gpus * config.trainer.nnodes)
+    refuse(
+        has_critic(config),
+        "a critic (algorithm.adv_estimator=gae, or critic.enable=true), which verl does not build under "
+        "one_step_off_policy and fully_async_policy; set algorithm.adv_estimator=grpo and critic.enable=null, or train "
+        "by verl.trainer.main_ppo (trainer.v1.trainer_mode=separate_async)",
+    )
     batches, num = _mini_batches(config)
     key = "actor_rollout_ref.actor.use_prefix_grouper"
     refuse(
