@@ -231,7 +231,8 @@ def test_mini_batches_of_prompts_are_as_many_as_without_turns_and_hold_whole_pro
     assert len(cut) == 5 and sum(len({uid(key) for key in rows}) for rows in cut) > len(sizes) + 1  # and padding
 
 
-def test_the_critic_updates_in_the_actors_mini_batches_of_prompts(transfer_queue, monkeypatch):
+def test_the_critic_updates_in_the_actors_mini_batches_of_prompts(transfer_queue, monkeypatch, caplog):
+    monkeypatch.setenv("VERL_PREFIX_STALL_MINUTES", "2.5")
     trainer = trainer_of_prompts(8, 4, 2)
     told = {"update_actor": lambda batch: batch.extra_info["mini_batch_size"]}
     trainer.actor_rollout_wg = SimpleNamespace(**vars(trainer.actor_rollout_wg), **told)
@@ -239,6 +240,7 @@ def test_the_critic_updates_in_the_actors_mini_batches_of_prompts(transfer_queue
     monkeypatch.setattr("verl_prefix.trainer.prefix_sync.Watchdog", mock.Mock())
     monkeypatch.setattr(PPOTrainerSync, "init", lambda self: None)
     trainer.init()
+    assert "VERL_PREFIX_STALL_MINUTES): 2.5" in caplog.text
     batch = trainer._balance_batch(turns([[3, 1, 2]] * 8), {})
     batch.extra_info["mini_batch_size"] = 4 * 3  # of the config, in rows
     updates = trainer.critic_wg.train_mini_batch, trainer.actor_rollout_wg.update_actor
@@ -499,7 +501,11 @@ def test_the_watchdog_hears_of_every_phase_of_a_step(monkeypatch):
     heard = []
     trainer = object.__new__(PrefixPPOTrainerSync)
     trainer.global_steps = 4
-    trainer._watchdog = SimpleNamespace(enter=heard.append)
+    trainer._watchdog = SimpleNamespace(enter=heard.append, stop=lambda: heard.append("stop"))
+    monkeypatch.setattr(PPOTrainerSync, "fit", lambda self, manager: heard.append("fit"))
+    trainer.fit(None)
+    assert heard == ["validation before training", "fit", "stop"]
+    heard.clear()
     # In verl's order (PPOTrainer.fit); a hook that verl no longer calls would leave its phase out.
     fit = inspect.getsource(PPOTrainer.fit) + inspect.getsource(PPOTrainer._step_once)
     for hook in ("on_step_begin", "on_sample_end", "_save_checkpoint", "on_step_end"):
@@ -515,17 +521,19 @@ def test_the_watchdog_hears_of_every_phase_of_a_step(monkeypatch):
 
 
 def test_a_dead_agent_loop_worker_is_named_and_a_busy_one_is_left_alone(monkeypatch):
-    died = ray.exceptions.RayActorError()
+    died, away = ray.exceptions.ActorDiedError(), ray.exceptions.ActorUnavailableError("no answer", None)
     states = {"first": None, "second": "busy"}
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([r for r in refs if states[r] != "busy"], []))
 
     def get(ref):
-        if states[ref] is died:
-            raise died
+        if states[ref] in (died, away):
+            raise states[ref]
 
     monkeypatch.setattr(ray, "get", get)
     ready = [SimpleNamespace(remote=lambda name=name: name) for name in states]
     lost = _lost([SimpleNamespace(__ray_ready__=remote) for remote in ready])
     assert lost() is None and lost() is None
+    states["second"] = away
+    assert lost() is None and lost() is None, "its network may come back"
     states["second"] = died
     assert lost().startswith("agent loop worker 1 of 2 died (")

@@ -11,6 +11,7 @@ import pytest
 
 from verl_prefix.trainer import watchdog
 from verl_prefix.trainer.watchdog import VARIABLE, Watchdog, stall_minutes
+from verl_prefix.versions import warn_once
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,6 +98,30 @@ def test_it_ends_the_process_with_the_stacks_of_all_threads():
     assert result.returncode == 1
     assert "the weight update after step 2 takes longer than" in result.stderr
     assert "in waits_for_ever" in result.stderr and "its last checkpoint" in result.stderr
+
+
+def test_once_it_is_stopped_nothing_ends_the_job(clock):
+    dog = Watchdog(120.0, end=clock.end)
+    assert not clock.wait(15)
+    dog.lost = lambda: "agent loop worker 0 of 1 died"
+    dog.stop()
+    with clock.changed:
+        clock.now += 1000
+        clock.changed.notify_all()
+    dog.thread.join(300)
+    assert not dog.thread.is_alive() and not clock.ended
+
+
+def test_an_error_while_it_asks_who_is_alive_leaves_the_limit_in_force(clock, caplog):
+    warn_once.cache_clear()
+
+    def lost():
+        raise RuntimeError("no connection to Ray")
+
+    dog = Watchdog(120.0, end=clock.end)
+    dog.lost = lost
+    assert not clock.wait(60) and not clock.wait(60) and clock.wait(60)
+    assert caplog.text.count("no connection to Ray") == 1 and "takes longer than" in caplog.text
 
 
 @pytest.mark.parametrize(("text", "minutes"), [("0", 0.0), ("2.5", 2.5), (None, 0.0)])

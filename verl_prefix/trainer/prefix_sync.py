@@ -8,6 +8,7 @@ mini-batch, verl's own trainer does as well: `model_engine=prefix` brings a prom
 """
 
 import functools
+import logging
 import math
 import numbers
 import statistics
@@ -30,8 +31,10 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_prefix.config.driver import has_critic
 from verl_prefix.trainer.mini_batches import fill_mini_batches, padded, whole_prompts
-from verl_prefix.trainer.watchdog import Watchdog, stall_minutes
+from verl_prefix.trainer.watchdog import VARIABLE, Watchdog, stall_minutes
 from verl_prefix.versions import check_versions
+
+logger = logging.getLogger(__name__)
 
 TRAINER_MODE = "prefix_sync"
 MANAGER = "verl_prefix.trainer.shared_pixels.SharedPixelsManager"
@@ -82,7 +85,10 @@ class WholeGroups(PPOTrainer):
 
     def init(self) -> None:
         """verl's, under a watchdog: see `watchdog`."""
-        self._watchdog = Watchdog(stall_minutes() * 60)
+        minutes = stall_minutes()
+        # At a level that workers print: the variable may not have reached them.
+        logger.warning("prefix: minutes that a part of a step may take (%s): %s", VARIABLE, minutes or "no limit")
+        self._watchdog = Watchdog(minutes * 60)
         self._watchdog.enter("the start of workers and rollout servers")
         super().init()
         if self._by == "prompts":
@@ -101,6 +107,7 @@ class WholeGroups(PPOTrainer):
         self._watchdog.lost = _lost(getattr(agent_loop_manager, "agent_loop_workers", []))
         self._watchdog.enter("validation before training")
         super().fit(agent_loop_manager)
+        self._watchdog.stop()  # trackers may take long to finish
 
     def on_step_begin(self) -> None:
         self._watchdog.enter(f"the rollout of step {self.global_steps}")
@@ -295,8 +302,10 @@ def _lost(workers: list[ray.actor.ActorHandle]) -> Callable[[], str | None]:
                 continue
             try:
                 ray.get(pings[i])
-            except ray.exceptions.RayActorError as error:
+            except ray.exceptions.ActorDiedError as error:
                 return f"agent loop worker {i} of {len(workers)} died ({error})"
+            except ray.exceptions.ActorUnavailableError:  # for a while: it is asked again
+                pass
             pings[i] = worker.__ray_ready__.remote()
         return None
 

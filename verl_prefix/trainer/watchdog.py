@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from verl_prefix.versions import warn_once
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "VERL_PREFIX_STALL_MINUTES"
@@ -50,6 +52,7 @@ class Watchdog:
 
     Attributes:
         lost: names what is gone; None: nothing is. The trainer sets it.
+        thread: that which looks.
     """
 
     def __init__(self, limit_s: float, poll_s: float = POLL_SECONDS, end: Callable[[], None] = _exit) -> None:
@@ -58,22 +61,32 @@ class Watchdog:
         self.end = end
         self.lost: Callable[[], str | None] = lambda: None
         self._phase, self._since = "start", time.monotonic()
-        threading.Thread(target=self._watch, name="verl_prefix watchdog", daemon=True).start()
+        self._stopped = False
+        self.thread = threading.Thread(target=self._watch, name="verl_prefix watchdog", daemon=True)
+        self.thread.start()
 
     def enter(self, phase: str) -> None:
         """Tells the watchdog that the trainer now begins `phase`."""
         self._phase, self._since = phase, time.monotonic()
 
+    def stop(self) -> None:
+        """Tells the watchdog that nothing is left to wait for."""
+        self._stopped = True
+
     def _watch(self) -> None:
-        while (problem := self._problem()) is None:
+        while not self._stopped:
+            if problem := self._problem():
+                logger.error("prefix: %s; ending this job, which can go on from its last checkpoint", problem)
+                return self.end()
             time.sleep(self.poll_s)
-        logger.error("prefix: %s; ending this job, which can go on from its last checkpoint", problem)
-        self.end()
 
     def _problem(self) -> str | None:
         phase, waited = self._phase, time.monotonic() - self._since
-        if lost := self.lost():
-            return f"{lost} during {phase}"
+        try:
+            if lost := self.lost():
+                return f"{lost} during {phase}"
+        except Exception as error:  # whatever it is, the limit still holds
+            warn_once(logger, "prefix: the watchdog cannot see who is alive: %s", repr(error))
         if self.limit_s and waited > self.limit_s:
             return f"{phase} takes longer than {waited / 60:.1f} minutes ({VARIABLE} is the limit)"
         return None
