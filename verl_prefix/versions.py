@@ -27,6 +27,8 @@ TESTED_MEGATRON = ("0.16.1",)  # of megatron-core
 OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
 TESTED_TRANSFORMERS = (5, 6), (5, 24)  # the first and the last release; all between them are let in
 OVERRIDE_TRANSFORMERS = "VERL_PREFIX_ALLOW_UNTESTED_TRANSFORMERS"
+# verl hands few environment variables on to workers; those of a Ray cluster that is up already have that cluster's.
+IN_RAY = "(in a running Ray cluster also \"+ray_kwargs.ray_init.runtime_env.env_vars.{}='{}'\")"
 INSTALL = "run pip install . in a clone of this package"
 COMMIT = "VERL_PREFIX_COMMIT"  # the commit of a copy of this code that is neither installed nor a checkout
 
@@ -55,8 +57,8 @@ def untested_verl() -> str | None:
     version = _verl_version()
     told = (
         f"verl {version} is not one of those that verl_prefix was tested with ({', '.join(TESTED_VERL)}), and it "
-        f"overrides methods of verl: pip install verl=={TESTED_VERL[-1]}, or set {OVERRIDE}=1 to try this one "
-        "(tests/package/test_contract.py names what changed)"
+        f"overrides methods of verl: pip install verl=={TESTED_VERL[-1]}, or set {OVERRIDE}=1 "
+        f"{IN_RAY.format(OVERRIDE, 1)} to try this one (tests/package/test_contract.py names what changed)"
     )
     return _fault(OVERRIDE, told, known=version in (*TESTED_VERL, VERL_MAIN))
 
@@ -68,8 +70,9 @@ def untested_transformers() -> str | None:
     told = (
         f"transformers {version} is not one of those that verl_prefix was tested with ({first[0]}.{first[1]} to "
         f"{last[0]}.{last[1]}), and it replaces parts of transformers' models: pip install "
-        f"'transformers>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}', or set {OVERRIDE_TRANSFORMERS}=1 to try this "
-        "one (tests/models compares every family with transformers' own forward)"
+        f"'transformers>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}', or set {OVERRIDE_TRANSFORMERS}=1 "
+        f"{IN_RAY.format(OVERRIDE_TRANSFORMERS, 1)} to try this one (tests/models compares every family "
+        "with transformers' own forward)"
     )
     found = re.match(r"(\d+)\.(\d+)", version)
     known = found is not None and first <= (int(found[1]), int(found[2])) <= last

@@ -467,7 +467,7 @@ def test_separate_async_without_servers_on_the_trainers_gpus_is_refused_where_ve
             start(composed(*options, "actor_rollout_ref.rollout.name=hf"))
         options += ["actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.hybrid_engine=False"]
         if not is_main:
-            with pytest.raises(InterpolationResolutionError, match="logs at INFO .*set .*VERL_LOGGING_LEVEL=WARN, or"):
+            with pytest.raises(InterpolationResolutionError, match="logs at INFO .*set .*_LOGGING_LEVEL=WARN .*, or"):
                 start(composed(*options))
         with monkeypatch.context() as patch:
             patch.setenv("VERL_LOGGING_LEVEL", "WARN")

@@ -19,7 +19,7 @@ from verl_prefix.config.model import (
     refuse,
 )
 from verl_prefix.core.planning import leaves_room
-from verl_prefix.versions import TESTED_VERL, installed_version
+from verl_prefix.versions import IN_RAY, TESTED_VERL, installed_version
 
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 TRACES = "actor_rollout_ref.actor.prefix.trace_dir"
@@ -180,14 +180,15 @@ def _check_separate_async(config: DictConfig, in_job: bool) -> None:
     refuse(
         is_hybrid and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "hf",
         f"actor_rollout_ref.rollout.name=hf is one server, and {key}=True wants servers on the trainer's GPUs too; "
-        f"set {key}=False where this verl can, and the environment variable VERL_LOGGING_LEVEL=WARN",
+        f"set {key}=False where this verl can, and the environment variable VERL_LOGGING_LEVEL=WARN "
+        f"{IN_RAY.format('VERL_LOGGING_LEVEL', 'WARN')}",
     )
     level = logging.getLevelName(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
     refuse(
         in_job and not is_hybrid and installed_version("verl") in TESTED_VERL and level <= logging.INFO,
         f"{key}=False ends verl {TESTED_VERL[-1]} once its servers are up: a line that it logs at INFO has an argument "
-        "of print's (flush, in PPOTrainerSeparateAsync._setup); set the environment variable VERL_LOGGING_LEVEL=WARN, "
-        f"or {key}=True",
+        "of print's (flush, in PPOTrainerSeparateAsync._setup); set the environment variable VERL_LOGGING_LEVEL=WARN "
+        f"{IN_RAY.format('VERL_LOGGING_LEVEL', 'WARN')}, or {key}=True",
     )
 
 
