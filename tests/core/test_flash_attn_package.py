@@ -78,6 +78,8 @@ fa2, fa3, fa4 = (package(f"{name} main") for name in ("FA2", "FA3", "FA4"))
 
 @pytest.fixture
 def install(monkeypatch):
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+
     def installed(capability, **modules):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
@@ -210,12 +212,18 @@ def test_inputs_that_the_newest_interface_refuses_take_the_next_one(
     assert reason is None if runs else reason.startswith(f"{getattr(flash_attn, newest)}: ")
 
 
-def test_a_kernel_is_chosen_anew_once_algorithms_must_be_deterministic(install, monkeypatch):
+@pytest.mark.parametrize("by", ["torch's mode", "the variable"])
+def test_a_kernel_is_chosen_anew_once_algorithms_must_be_deterministic(install, monkeypatch, by):
     install((9, 0), _FA3=fa3)
     monkeypatch.setattr(aten, "unavailable", lambda: None)
     chosen = []
     for deterministic in (False, True, False):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda value=deterministic: value)
+        if by == "the variable":
+            monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", str(int(deterministic)))
+        else:
+            monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda value=deterministic: value)
+        with aten._deterministic_as_asked():
+            assert torch.get_deterministic_debug_mode() == (2 if deterministic else 0)
         chosen.append(choose_kernel("auto", "cuda", torch.bfloat16, 256))
     assert chosen == [flash_attn, aten, flash_attn]
 

@@ -15,6 +15,7 @@ from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.config.actor import tokens_key
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group, leave_out
+from verl_prefix.core.kernels.flash_attn import is_deterministic
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import leaves_room
 from verl_prefix.core.schedule import Schedule
@@ -76,7 +77,7 @@ class Paths:
             )  # fmt: skip
 
         known: dict[str, Rates] = {}
-        deterministic = backend.deterministic or torch.are_deterministic_algorithms_enabled()
+        deterministic = backend.deterministic or is_deterministic()
         if deterministic or costs.memory.stages > 1:
             # No clock, which would choose differently from run to run, or would measure how long a pipeline fills.
             flops = costs.flops()

@@ -20,6 +20,7 @@ import torch
 
 from verl_prefix.core.calls import Call
 from verl_prefix.core.kernels import aten, cpu, flash_attn, reference
+from verl_prefix.core.kernels.flash_attn import is_deterministic
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def available_kernels() -> dict[str, str]:
 
 
 def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> Kernel:
-    """The kernel for `prefix.attention`; chosen once, and again where torch's deterministic mode changes.
+    """The kernel for `prefix.attention`; chosen once, and again where `is_deterministic` changes.
 
     Args:
         name: "auto", or a key of `KERNELS`.
@@ -63,14 +64,14 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
         ValueError: unknown name; the kernel that was asked for cannot run these inputs; or "auto" finds no fast kernel
             on CUDA.
     """
-    return _chosen(name, device_type, dtype, head_dim, softcap, torch.are_deterministic_algorithms_enabled())
+    return _chosen(name, device_type, dtype, head_dim, softcap, is_deterministic())
 
 
 @functools.cache
 def _chosen(
     name: str, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool, deterministic: bool
 ) -> Kernel:
-    """`deterministic` is torch's mode, which kernels ask for themselves."""
+    """`deterministic` is what `is_deterministic` says, which kernels ask for themselves."""
 
     def refusal(kernel: Kernel) -> str | None:
         return kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from verl_prefix.core.calls import Call
-from verl_prefix.core.kernels.flash_attn import unsupported_by_all
+from verl_prefix.core.kernels.flash_attn import is_deterministic, unsupported_by_all
 
 _FORWARD_ARGS = (
     "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale window_size_left "
@@ -79,10 +79,10 @@ def backward(
 
 @contextmanager
 def _deterministic_as_asked() -> Iterator[None]:
-    """Makes aten's flash backward deterministic under verl's full_determinism, which sets torch's mode to "warn": in
-    that mode this op does not take its deterministic form."""
+    """Makes aten's flash backward deterministic where `is_deterministic`. Under verl's full_determinism torch's mode is
+    "warn", in which this op does not take its deterministic form."""
     mode = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("error" if mode == 1 else mode)  # 1: "warn"
+    torch.set_deterministic_debug_mode("error" if is_deterministic() else mode)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,6 +91,12 @@ def _installed() -> list[_Interface]:
     return found
 
 
+def is_deterministic() -> bool:
+    """Whether backward must give the same bits each time: by torch's mode, or by the variable that transformers reads
+    for its own calls of flash-attn (modeling_flash_attention_utils.py), and that verl hands on to workers."""
+    return torch.are_deterministic_algorithms_enabled() or os.getenv("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
+
+
 def _refusal(module: str, head_dim: int, softcap: bool) -> str | None:
     """Why an interface does not run such inputs, forward and backward, by its own checks: `_validate_head_dims` and
     `_flash_attn_bwd` in flash_attn/cute/interface.py (flash-attn-4 4.0.0b36), `mha_bwd` in hopper/flash_api.cpp (FA3 at
@@ -98,7 +105,7 @@ def _refusal(module: str, head_dim: int, softcap: bool) -> str | None:
         return f"head dim is {head_dim}, not up to 128, or 256"
     if module == _FA4 and head_dim == 256 and softcap:
         return "it has no softcap in a backward of head dim 256"
-    if module == _FA3 and head_dim > 192 and torch.are_deterministic_algorithms_enabled():
+    if module == _FA3 and head_dim > 192 and is_deterministic():
         return f"head dim is {head_dim}, and its deterministic backward takes up to 192"
     return None
 
@@ -172,9 +179,8 @@ def backward(
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     extras = {"dropout_p": 0.0} if name == _FA2 else {}
     tensors = (q, k, v, out, dout, lse) if name == _FA4 else (dout, q, k, v, out, lse)
-    deterministic = torch.are_deterministic_algorithms_enabled()
     options = extras | _options(name, call, q.device)
-    _call(run, *tensors, deterministic=deterministic, dq=dq, dk=dk, dv=dv, **options)
+    _call(run, *tensors, deterministic=is_deterministic(), dq=dq, dk=dk, dv=dv, **options)
     return dq, dk, dv
 
 
