@@ -482,6 +482,16 @@ def test_sdpa_which_drops_the_softcap_of_gemma_2_is_refused(tmp_path):
         validate(str(tmp_path), SDPA)
 
 
+@pytest.mark.parametrize("key", ["exchange", "trees", "keep_attention", "verify"])
+def test_off_in_a_yaml_file_which_is_false_there_is_off(key):
+    config = OmegaConf.merge(composed(), OmegaConf.create(f"actor_rollout_ref: {{actor: {{prefix: {{{key}: off}}}}}}"))
+    assert config.actor_rollout_ref.actor.prefix[key] is False
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.engine.prefix == PrefixConfig(**{key: "off"})
+    with pytest.raises(ValueError, match=f"prefix.{key}=True"):
+        PrefixConfig(**{key: True})
+
+
 def test_misspelt_prefix_key_is_named():
     with pytest.raises(ConfigCompositionException, match="shedule"):
         composed(f"{ACTOR}.prefix.shedule=packed")

@@ -277,10 +277,12 @@ def test_a_config_of_the_users_own_says_which_engine_it_trains_with(tmp_path):
     searchpath = "hydra: {searchpath: ['pkg://verl.trainer.config']}"
     for name, engine in (("mine", "megatron"), ("titan", "torchtitan")):
         lines = searchpath, f"defaults: [ppo_trainer, {{override model_engine: {engine}}}, _self_]"
+        lines += ("actor_rollout_ref: {actor: {prefix: {trees: off, verify: off}}}",) if name == "mine" else ()
         (tmp_path / f"{name}.yaml").write_text("\n".join(lines))
     assert compose.model_engine("mine", [], str(tmp_path)) == "megatron"
     assert compose.model_engine("mine", ["model_engine=dp"], str(tmp_path)) == "dp"
-    assert engine_of(compose.compose_config("mine", [], str(tmp_path)).actor_rollout_ref.actor) is MEGATRON
+    actor = compose.compose_config("mine", [], str(tmp_path)).actor_rollout_ref.actor
+    assert engine_of(actor) is MEGATRON and actor.prefix.trees == actor.prefix.verify == "off"
     with pytest.raises(options.Unsupported, match="this trains with torchtitan"):
         compose.model_engine("titan", [], str(tmp_path))
 

@@ -63,6 +63,8 @@ class Engine:
             warn_of_untested(self.package, self.tested)
 
 
+SWITCHES = ("exchange", "trees", "keep_attention", "verify")  # keys of `prefix` whose off a YAML file reads as False
+
 _ULYSSES = "ulysses_sequence_parallel_size"
 FSDP2 = Engine(
     "prefix", "dp", "FSDP2", "fsdp_config", "verl_prefix.config.fsdp.PrefixActorConfig",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from verl.base_config import BaseConfig
 
+from verl_prefix.config.engines import SWITCHES
 from verl_prefix.config.model import is_count, refuse
 
 SCHEDULES = ("auto", "packed", "phased", "stock")
@@ -50,6 +51,9 @@ class PrefixConfig(BaseConfig):
         def check(wrong: object, key: str, why: str) -> None:
             refuse(wrong, f"actor_rollout_ref.actor.prefix.{key}={getattr(self, key)!r}{why}")
 
+        for key in SWITCHES:
+            if getattr(self, key) is False:
+                object.__setattr__(self, key, "off")
         for key, allowed in CHOICES.items():
             check(getattr(self, key) not in allowed, key, f": set one of {', '.join(allowed)}")
         for key in ("wave_tokens", "logits_chunk"):

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl_prefix.search_path  # noqa: F401  on which model_engine=prefix is found
-from verl_prefix.config.engines import ENGINES, copies_of, engine_named, engine_of
+from verl_prefix.config.engines import ENGINES, SWITCHES, copies_of, engine_named, engine_of
 from verl_prefix.files import parse_json
 from verl_prefix.tools.plan.options import (
     CONFIG_NAME,
@@ -55,6 +55,9 @@ def compose_config(config_name: str, words: list[str], config_path: str = CONFIG
             f"actor_rollout_ref.actor is of {actor.get('_target_')}, and model_engine={engine.name} makes it one of "
             f"{engine.target}; remove the override that replaces it"
         )
+    for key in SWITCHES:
+        if actor.prefix.get(key) is False:
+            actor.prefix[key] = "off"
     return config
 
 
