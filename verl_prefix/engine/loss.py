@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
-VALUES = "values"  # what stands for the mode of a critic's loss
+CRITIC_LOSS = "values"  # what stands for the mode of a critic's loss
 
 
 def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
-    """Returns the `loss_mode` of a loss of verl that is a sum over rows, and `VALUES` for a critic's; None for any
+    """Returns the `loss_mode` of a loss of verl that is a sum over rows, and `CRITIC_LOSS` for a critic's; None for any
     other loss, even under verl's name. verl's losses of distillation are sums over tokens, and so over rows."""
     if not isinstance(loss, functools.partial) or "config" not in loss.keywords:
         return None
     if loss.func is value_loss:  # of every token by itself, summed by agg_loss
-        return VALUES
+        return CRITIC_LOSS
     if loss.func not in (ppo_loss, distillation_ppo_loss):
         return None
     mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
@@ -58,7 +58,7 @@ def fields_read(function: LossFunction | None, mode: str | None, fields: Set[str
     """
     if function is None:
         return {"temperature"}
-    if mode == VALUES:
+    if mode == CRITIC_LOSS:
         return {"response_mask", "values", "returns"}
     if mode is None or not isinstance(function, functools.partial):
         return fields
@@ -78,7 +78,8 @@ class Loss:
         fields: floats that a loss which is not verl's reads besides outputs; None: all of the batch.
 
     Attributes:
-        is_verls: whether it is one of `LOSSES_OF_ROWS`, or a critic's, which read only tokens whose response_mask is 1.
+        sums_rows: whether it is one of `LOSSES_OF_ROWS`, or a critic's. They sum over rows, and read only tokens whose
+            response_mask is 1.
         is_unknown: whether it is none of these, and may read what does not travel.
         distills: whether it is distillation_ppo_loss, which verl also calls with logits (as `processor`).
         needs_a_token: whether it raises where no token counts.
@@ -87,13 +88,13 @@ class Loss:
     def __init__(self, function: LossFunction | None, fields: Set[str] | None = None) -> None:
         self.function = function
         mode = mode_of_verls_loss(function)
-        self.is_verls = mode is not None
+        self.sums_rows = mode is not None
         self.is_unknown = function is not None and mode is None
         self.distills = getattr(function, "func", None) is distillation_ppo_loss
         # These raise where no token counts: compute_rollout_correction_and_rejection_mask (verl/trainer/ppo/
         # rollout_corr_helper.py), compute_distillation_loss_range (verl/trainer/distillation/losses.py).
         self.needs_a_token = mode == "bypass_mode" or self.distills
-        self._of_values = mode == VALUES
+        self._of_values = mode == CRITIC_LOSS
         self._fields = fields_read(function, mode, fields)
 
     def tell(self) -> None:
@@ -112,7 +113,7 @@ class Loss:
         """Whether outputs count where response_mask is 0. They do in a user's loss. They also do where something that
         the loss reads is not finite, since on the stock path a masked NaN spoils the update, too. A critic's all count,
         since its head costs nothing."""
-        if not self.is_verls or self._of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
+        if not self.sums_rows or self._of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
@@ -124,7 +125,7 @@ class Loss:
             ValueError: rows without advantage have a gradient in this loss.
         """
         why = "a loss that is not verl's own of policies; use verl's"
-        if isinstance(self.function, functools.partial) and self.is_verls and not self.distills:
+        if isinstance(self.function, functools.partial) and self.sums_rows and not self.distills:
             why = gradient_without_advantage(self.function.keywords["config"])
         if why:
             raise ValueError(
@@ -161,7 +162,7 @@ class Loss:
         host: it reads them row by row (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
         on_host = select_rows(data, rows)
         micro_batch = on_host.to(get_device_id())
-        if self.is_verls:
+        if self.sums_rows:
             micro_batch.clear_device_()
             for name in {"prompts", "responses", "attention_mask"} & set(micro_batch.keys()):
                 micro_batch[name] = on_host[name]

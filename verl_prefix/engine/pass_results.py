@@ -48,7 +48,7 @@ class PassResults:
         self, backend: Backend, rows: BatchRows, loss: Loss, forward_only: bool, hides_padding: bool, last_tokens: bool
     ) -> None:
         # The loss of top-k distillation reads what `token_outputs` made of the teacher's rows, and not these.
-        is_topk = loss.is_verls and rows.flag("distillation_use_topk")
+        is_topk = loss.sums_rows and rows.flag("distillation_use_topk")
         self._data = rows.data.exclude(ROUTES, *(TEACHER if is_topk else ()))
         self._backend, self._loss = backend, loss
         self.keeps_model_output = forward_only or rows.flag("return_model_output")

@@ -228,9 +228,10 @@ class WholeGroups(PPOTrainer):
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, float], timing_raw: dict[str, float], global_steps: int, epoch: int
     ) -> None:
-        """verl's metrics, which are over rows, and `sessions/*`, over agent runs. `sessions/count` shows that runs
-        failed, of which verl says nothing. `sessions/*/mean` are values that the reward function returned beside its
-        score, which verl shows in validation alone."""
+        """verl's metrics, which are over rows, and `sessions/*`, over agent runs. Under `prefix_sync` `sessions/count`
+        shows that runs failed, of which verl says nothing there; its asynchronous trainers sample another prompt
+        (`ReplayBufferAsync`), and count those. `sessions/*/mean` are values that the reward function returned beside
+        its score, which verl shows in validation alone."""
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         last: dict[str, int] = {}
         for uid, key in zip(_group_keys(batch), batch.keys, strict=True):
