@@ -3,9 +3,10 @@
     rows of all ranks                     a group, whole, on one rank
     rank 0: a b c d    rank 1: a b c d -> rank 0: a a d d    rank 1: b b c c
 
-A group belongs to one rank. Split, its prefix is computed on every rank that has some of its rows. It is split in two
-cases only: where that shortens the pass by 5 %, and where a rank would have no row, and so nothing to make verl's
-metrics of. The functions are pure and deterministic: every rank finds the same placement from the same numbers.
+A group belongs to one rank. Split, its prefix is computed on every rank that has some of its rows. It is split where
+that shortens the pass by 5 %, and where a rank would have no row, and so nothing to make verl's metrics of; it stays
+split where nothing is gained by moving rows. The functions are pure and deterministic: every rank finds the same
+placement from the same numbers.
 """
 
 import copy
