@@ -101,12 +101,16 @@ def _is_transformers(config: PretrainedConfig) -> bool:
     return type(config).__module__.startswith("transformers.")
 
 
+def _declares(config: PretrainedConfig, name: str) -> bool:
+    """Whether the config's class has a field, which the model may then read: a config.json may hold fields of other
+    models. Code from outside of transformers may read one that nobody declares."""
+    kind: Any = type(config)
+    return name in _arguments(kind) or hasattr(kind, name) or not _is_transformers(config)
+
+
 @functools.cache
-def _declares(kind: type[PretrainedConfig], name: str) -> bool:
-    """Whether models with this class of configs may read a field: a config.json may hold fields of other models. Code
-    from outside of transformers may read one that nobody declares."""
-    is_field = name in inspect.signature(kind).parameters or name in kind.attribute_map or hasattr(kind, name)
-    return is_field or not kind.__module__.startswith("transformers.")
+def _arguments(kind: Any) -> set[str]:
+    return {*inspect.signature(kind).parameters, *kind.attribute_map}
 
 
 def _of_layers(text: PretrainedConfig, name: str) -> list[Any]:
@@ -183,7 +187,7 @@ def dropouts(config: PretrainedConfig) -> dict[str, float]:
         for name, value in vars(section).items()
         if ("drop" in name or "jitter" in name) and not name.startswith(("classifier", "summary"))
         and type(value) in (int, float) and value > 0
-        and _declares(type(section), name)
+        and _declares(section, name)
     }  # fmt: skip
 
 
@@ -236,7 +240,7 @@ def layer_window(text: PretrainedConfig, layer: int) -> int | None:
         text = text.per_layer_config[layer]
 
     def field(name: str, default: Any) -> Any:
-        return getattr(text, name, default) if _declares(type(text), name) else default
+        return getattr(text, name, default) if _declares(text, name) else default
 
     if layer_types := field("layer_types", None):
         return field("sliding_window", None) if layer_types[layer] == "sliding_attention" else None
