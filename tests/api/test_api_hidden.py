@@ -5,7 +5,18 @@ A value per response token and a reward behind the last one, in one loss; float6
 
 import pytest
 import torch
-from api_rows import batch, build, float64_norm, grads, inputs, no_phase_c, padded  # noqa: F401
+from api_rows import (
+    as_accelerator_prepares,
+    batch,
+    build,
+    float64_norm,  # noqa: F401
+    grads,
+    inputs,
+    lora,
+    no_phase_c,
+    padded,
+    without_gradients,
+)
 from transformers import LlamaForSequenceClassification, LlamaForTokenClassification, LlamaModel
 
 from verl_prefix import phased_update, response_hidden_states, response_log_probs
@@ -93,6 +104,21 @@ def test_dropout_is_refused_where_it_runs(rows):
     with pytest.raises(ValueError, match=message):
         response_hidden_states(model, rows.prompts, rows.responses)
     assert len(response_hidden_states(model.eval(), rows.prompts, rows.responses)) == len(rows.responses)
+
+
+@pytest.mark.parametrize("change", [lambda model: model, lora])
+@pytest.mark.parametrize("wrapped", [as_accelerator_prepares, without_gradients])
+def test_wrappers_of_the_models_forward_are_refused_outside_of_their_context(wrapped, change, rows):
+    model = change(build(torch.float32)).float()
+    args = rows.prompts, rows.responses
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        truth = torch.cat(response_hidden_states(model, *args))
+    wrapped(model)
+    with pytest.raises(RuntimeError, match=f"{type(model).__name__} has a forward in a wrapper of .*autocast instead"):
+        response_hidden_states(model, *args)
+    if wrapped is as_accelerator_prepares:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(torch.cat(response_hidden_states(model, *args)), truth)
 
 
 def test_a_reward_model_of_hugging_face(rows):

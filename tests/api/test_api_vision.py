@@ -3,9 +3,12 @@
 Models, rows and tolerance (float64, 1e-9) are those of test_vision; pixels come in as a processor has them.
 """
 
+import functools
+
 import pytest
 import torch
 from api_pixels import by_api, by_waves, together
+from api_rows import as_accelerator_prepares, without_gradients
 from families import float64_inside  # noqa: F401
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 from vision_cases import FAMILIES, Case, paths  # noqa: F401
@@ -87,6 +90,44 @@ def test_a_forward_of_others_is_refused(paths):  # noqa: F811
     case.model.forward = lambda *args, **options: forward(*args, **options)
     with pytest.raises(RuntimeError, match="has a forward of test_api_vision.*use a forward hook instead"):
         by_api(case)
+
+
+def hook(inner):
+    inner.register_forward_hook(lambda module, args, output: output)
+
+
+def pre_hook(inner):
+    inner.register_forward_pre_hook(lambda module, args: args)
+
+
+def forward(inner):
+    inner.forward = functools.partial(lambda run, *args, **options: run(*args, **options), inner.forward)
+
+
+@pytest.mark.parametrize("put", [hook, pre_hook, forward])
+def test_what_others_put_around_tower_and_text_is_refused(put, paths):  # noqa: F811
+    case = Case(paths["qwen2_5_vl"])
+    put(case.model.model)
+    args = case.rollouts.prompts, case.rollouts.responses
+    for use in (response_log_probs, response_hidden_states):
+        with pytest.raises(RuntimeError, match="Qwen2_5_VLModel has a hook or forward of test_api_vision.*whole rows"):
+            use(case.model, *args, pixels=together(case.pixels))
+
+
+def test_wrappers_of_a_forward_that_does_not_run_are_refused_outside_of_their_context(paths):  # noqa: F811
+    case = Case(paths["qwen2_5_vl"], torch.float32)
+    args = case.rollouts.prompts, case.rollouts.responses
+    pixels = together(case.pixels)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        truth = [use(case.model, *args, pixels=pixels) for use in (response_log_probs, response_hidden_states)]
+    as_accelerator_prepares(case.model)
+    for use, found in zip((response_log_probs, response_hidden_states), truth, strict=True):
+        with pytest.raises(RuntimeError, match="in a wrapper of accelerate.utils.operations.*accelerator.autocast"):
+            use(case.model, *args, pixels=pixels)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(torch.cat(use(case.model, *args, pixels=pixels)), torch.cat(found))
+        with pytest.raises(RuntimeError, match="in a wrapper of torch.utils._contextlib.*without their decorator"):
+            use(without_gradients(Case(paths["qwen2_5_vl"]).model), *args, pixels=pixels)
 
 
 def images_of_other_prompts(case, monkeypatch):

@@ -1,5 +1,6 @@
 """A small model and rows of groups in every form that the standalone API takes, by Hugging Face and by us."""
 
+import types
 from itertools import accumulate
 
 import pytest
@@ -134,6 +135,18 @@ def run_phased(model, rows, form="tensors", **options):
 
 def pre_hook(model):  # trl, GRPOConfig.cast_lm_head_to_fp32
     model.lm_head.register_forward_pre_hook(lambda module, args: (0.5 * args[0],))
+    return model
+
+
+def as_accelerator_prepares(model):
+    utils = pytest.importorskip("accelerate.utils")
+    forward = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
+    model.forward = types.MethodType(utils.convert_outputs_to_fp32(forward), model)
+    return model
+
+
+def without_gradients(model):
+    model.forward = torch.no_grad()(model.forward)
     return model
 
 

@@ -22,7 +22,7 @@ from verl_prefix.models import vision
 from verl_prefix.models.experts import CountedRouters
 from verl_prefix.models.head import ChunkedHead
 from verl_prefix.models.last_layer import on_head_tokens
-from verl_prefix.models.logits import readers, scales_logits, written_elsewhere
+from verl_prefix.models.logits import check_contexts, readers, scales_logits, written_elsewhere
 from verl_prefix.models.recurrent import is_recurrent, shared_states
 from verl_prefix.models.replaced import replaced
 from verl_prefix.models.replay import replayed_routers
@@ -177,7 +177,7 @@ class HookedModel:
             keep: [n] int64, transformers' `logits_to_keep`.
 
         Raises:
-            RuntimeError: a vision model has a forward of others, which `vision.forward` would replace.
+            RuntimeError: a vision model has a forward or hooks of others, which `vision.forward` would leave out.
         """
         logits: torch.Tensor
         if self.model.get_output_embeddings() is None:  # a head of one class costs next to nothing on all tokens
@@ -191,6 +191,7 @@ class HookedModel:
                 f"{type(seeing).__name__} has a forward of {elsewhere}. A shared prefix replaces a vision model's "
                 f"forward, and would leave it out; use a forward hook instead, or set {WITHOUT_SHARING}"
             )
+        check_contexts(seeing, keep.device)
         with replaced(seeing, "forward", functools.partial(vision.forward, seeing)):
             logits = self.model(**inputs, keep=keep, **seen).logits
         return logits

@@ -6,10 +6,16 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl_prefix.core.errors import WHOLE_ROWS
+
 # Fields of configs by which models of transformers change logits behind lm_head.
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 # Where code comes from that hands logits on as they are, `_SCALES` apart. accelerate's casts what is not fp32.
 _HANDS_ON = ("transformers.", "torch.", "peft.", "verl.", "veomni.", "liger_kernel.", "accelerate.utils.operations.")
+# Where wrappers come from that run a forward in a context: of autocast, as accelerator.prepare has it, or another.
+_AUTOCAST = ("torch.amp.", "accelerate.utils.operations.")
+_CONTEXTS = (*_AUTOCAST, "torch.utils._contextlib.")
+_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def scales_logits(config: PretrainedConfig) -> bool:
@@ -19,14 +25,41 @@ def scales_logits(config: PretrainedConfig) -> bool:
 
 def written_elsewhere(call: Callable[..., object]) -> str | None:
     """The Python module of a function, or of one that it wraps, if that may change logits; None: it hands them on."""
+    return next((module for module in _python_modules(call) if not f"{module}.".startswith(_HANDS_ON)), None)
+
+
+def _python_modules(call: Callable[..., object]) -> Iterator[str]:
+    """The Python modules of a function and of those that it wraps."""
     seen: object = call
     while seen is not None:
         seen = getattr(seen, "__func__", getattr(seen, "func", seen))  # of a method, or of a partial
-        module = getattr(seen, "__globals__", {}).get("__name__") or type(seen).__module__
-        if not f"{module}.".startswith(_HANDS_ON):
-            return str(module)
+        yield str(getattr(seen, "__globals__", {}).get("__name__") or type(seen).__module__)
         seen = getattr(seen, "__wrapped__", None)
-    return None
+
+
+def check_contexts(module: torch.nn.Module, device: torch.device) -> None:
+    """Raises RuntimeError where a module's forward is wrapped in a context that is not on. For use where the module's
+    parts run and its forward does not."""
+    in_autocast = torch.is_autocast_enabled(device.type)
+    wrappers = [name for name in _python_modules(module.forward) if f"{name}.".startswith(_CONTEXTS)]
+    if missed := [name for name in wrappers if not (in_autocast and f"{name}.".startswith(_AUTOCAST))]:
+        raise RuntimeError(
+            f"{type(module).__name__} has a forward in a wrapper of {missed[0]}, as accelerator.prepare and decorators "
+            "make them, and this call runs its parts, outside of the wrapper; call inside accelerator.autocast() or "
+            "torch.autocast instead, and inside other contexts without their decorator"
+        )
+
+
+def check_runs_in_parts(module: torch.nn.Module, device: torch.device) -> None:
+    """Raises RuntimeError where hooks, forwards or wrappers of others on a module would be left out: its parts run, and
+    not itself. Hooks of every module do not count: they see the parts."""
+    hooks = (hook for kind in ("_forward_pre_hooks", *_HOOKS) for hook in getattr(module, kind).values())
+    if elsewhere := next(filter(None, map(written_elsewhere, (*hooks, module.forward))), None):
+        raise RuntimeError(
+            f"{type(module).__name__} has a hook or forward of {elsewhere}. A shared prefix calls its tower and text "
+            f"model by themselves, and would leave it out; put a hook on these or on the whole model, or {WHOLE_ROWS}"
+        )
+    check_contexts(module, device)
 
 
 def readers(model: PreTrainedModel, lm_head: torch.nn.Module) -> list[str]:
@@ -45,5 +78,5 @@ def _hooks(*modules: torch.nn.Module) -> Iterator[str]:
     """Python modules of others that have hooks on outputs of these modules, or of every module."""
     owners = [*((module, "") for module in modules), (torch.nn.modules.module, "_global")]
     for owner, prefix in owners:
-        for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for kind in _HOOKS:
             yield from filter(None, map(written_elsewhere, getattr(owner, prefix + kind).values()))

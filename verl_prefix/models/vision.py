@@ -24,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import mix
+from verl_prefix.models.logits import check_runs_in_parts
 from verl_prefix.models.replaced import replaced
 
 UNPATCHED = ("glm4v_moe", "glm46v")  # GLM-4.5V and GLM-4.6V, whose forward verl leaves to transformers
@@ -267,7 +268,11 @@ def forward(
 
     Returns:
         `logits` [1, n, vocabulary], or what lm_head was replaced by.
+
+    Raises:
+        RuntimeError: the model of tower and text has hooks or a forward of others, which would be left out.
     """
+    check_runs_in_parts(model.model, input_ids.device)
     embeds: torch.Tensor = model.get_input_embeddings()(input_ids)
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.model.visual.parameters()):
         # In a pass without the tower, too: a wave sends gradients back to prefixes that the tower has seen, and ranks
