@@ -37,11 +37,11 @@ from api_rows import (
 from runners import random_rollouts
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.api.rows import Batch, LogProbs
-from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.models import logits
 from verl_prefix.models.hookup import HookedModel
@@ -102,10 +102,26 @@ def by_torch(layer):
 def by_hand(layer):
     """No module shows it."""
     forward = layer.forward
-    layer.forward = lambda hidden, **options: checkpoint(
-        functools.partial(forward, **options), hidden, use_reentrant=True
+    layer.forward = lambda hidden, *args, **options: checkpoint(
+        functools.partial(forward, **options), hidden, *args, use_reentrant=True
     )
     return layer
+
+
+def test_layers_of_another_name_that_others_checkpoint():
+    sizes, off = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2), ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    config = GPT2Config(**sizes, **dict.fromkeys(off, 0.0))
+    model, rows = GPT2LMHeadModel(config).double().train(), batch()
+    truth = by_hf(model, rows)
+    for layer in model.transformer.h:
+        by_hand(layer)
+    assert error(run_packed(model, rows, schedule="phased", wave_tokens=12), truth) < 1e-9
+    with pytest.raises(ValueError, match="pass schedule='phased'"):
+        run_packed(model, rows)
+    model.requires_grad_(False)
+    model.transformer.ln_f.requires_grad_(True)  # behind all layers
+    found = run_packed(model, rows)
+    assert error(found, (*truth[:2], {name: truth[2][name] for name in found[2]})) < 1e-9 and len(found[2]) == 2
 
 
 @pytest.mark.parametrize("wrapped", [by_torch, by_hand])
@@ -282,7 +298,7 @@ def test_logits_that_change_though_nothing_shows_it_are_refused(scale, monkeypat
     monkeypatch.setattr(logits, "_HANDS_ON", (*logits._HANDS_ON, f"{__name__}."))
     model = subclass(build())
     model.config.logits_scaling = scale
-    with pytest.raises(RuntimeError, match=f"no hook, forward or config key shows that; set {WITHOUT_SHARING}"):
+    with pytest.raises(RuntimeError, match=f"no hook, forward or config key shows that; {WHOLE_ROWS}"):
         run_packed(model, batch())
 
 

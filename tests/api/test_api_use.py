@@ -11,6 +11,7 @@ import sys
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from api_rows import batch, build, float64_norm, grads, inputs  # noqa: F401
@@ -153,6 +154,16 @@ def test_bad_input_says_what_to_pass(change, kind, message):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_numbers_of_numpy_are_numbers():
+    model, rows, options = build(), batch(), dict(max_tokens=60, wave_tokens=19, logits_chunk=7)
+    args = model, rows.prompts, rows.responses
+    found = [
+        torch.cat(response_log_probs(*args, schedule="phased", **{name: kind(n) for name, n in options.items()}))
+        for kind in (int, np.int64)
+    ]
+    assert torch.equal(*found)
+
+
 def test_bounds_that_cannot_be_kept_say_what_to_pass():
     model = build()
     with pytest.raises(ValueError, match="4 tokens are more than max_tokens=3.*use phased_update"):
@@ -178,7 +189,7 @@ def test_models_that_cannot_be_computed_say_what_to_do():
         response_log_probs(sharded, **TWO)
     model.config.attention_dropout = 0.1
     response_log_probs(model.eval(), **TWO)
-    with pytest.raises(ValueError, match="llama model: attention_dropout=0.1. Call the model on whole rows"):
+    with pytest.raises(ValueError, match=r"attention_dropout=0.1. Call model.eval\(\), or call the model on whole"):
         response_log_probs(model.train(), **TWO)
     model.config.attention_dropout = 0.0
     model.model.layers[1].mlp.act_fn = torch.nn.Dropout(0.1)

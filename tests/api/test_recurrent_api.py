@@ -6,7 +6,7 @@ import transformers
 from families import float64_inside  # noqa: F401
 
 from verl_prefix import phased_update, response_log_probs
-from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.testing import write_tiny_model
 
 
@@ -66,7 +66,7 @@ def test_other_forwards_of_the_model_between_two_waves(tmp_path, family):
             assert all(torch.equal(x, y) for x, y in zip(again, truth, strict=True))
             sum(row.sum() for row in wave.log_probs).backward()
     with (
-        pytest.raises(RuntimeError, match=f"ran without a prefix_pass; set {WITHOUT_SHARING}"),
+        pytest.raises(RuntimeError, match=f"ran without a prefix_pass; {WHOLE_ROWS}"),
         phased_update(model, prompts, responses, groups=[0, 0]),
     ):
         model(input_ids=prompts[0].unsqueeze(0))

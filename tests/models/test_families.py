@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from verl_prefix.core import layout
 from verl_prefix.core.attention import AttentionPass, GroupedAttention
-from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.core.errors import WHOLE_ROWS, WITHOUT_SHARING
 from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
 from verl_prefix.models import recurrent
@@ -515,14 +515,14 @@ def test_what_a_layer_asks_for_and_would_not_get_is_refused(asked):
     options = dict(prefix_pass=AttentionPass(layout.build_layout([], [0]), "auto"), attention_mask=None)
     options |= dict(sliding_window=8, batch=1) | asked
     x = torch.zeros(options.pop("batch"), 4, 1, 8)
-    with pytest.raises(RuntimeError, match=f"MistralAttention layer 0 called the .*; set {WITHOUT_SHARING} and report"):
+    with pytest.raises(RuntimeError, match=f"MistralAttention layer 0 called the .*; {WHOLE_ROWS}, and report"):
         grouped_attention_forward(attention, x, x, x, **options)
 
 
 def test_a_layer_that_attends_both_ways_is_refused():
     model, batch = build("llama3"), random_rollouts(SHAPE, 128)
     model.model.layers[2].self_attn.is_causal = False
-    with pytest.raises(RuntimeError, match=f"LlamaAttention layer 2 called .* is_causal=False; set {WITHOUT_SHARING}"):
+    with pytest.raises(RuntimeError, match=f"LlamaAttention layer 2 called .* is_causal=False; {WHOLE_ROWS}"):
         run_shared(model, batch, "packed")
 
 
@@ -535,7 +535,7 @@ def test_layers_under_one_index_are_refused(options):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     run_shared(model, batch, **options)
     model.model.layers[2].self_attn.layer_idx = 1
-    with pytest.raises(RuntimeError, match=f"layer 1 ran twice in one forward, .*; set {WITHOUT_SHARING}"):
+    with pytest.raises(RuntimeError, match=f"layer 1 ran twice in one forward, .*; {WHOLE_ROWS}"):
         run_shared(model, batch, **options)
 
 

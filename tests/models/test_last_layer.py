@@ -123,7 +123,7 @@ def test_layers_that_run_whole(family):
 
 
 @pytest.mark.parametrize(
-    ("layers", "told"), [(2, "prefix_pass=False"), (1, "the last layer ran without a prefix_pass")]
+    ("layers", "told"), [(2, "prefix_pass=False"), (1, "a Linear of the last layer ran without a prefix_pass")]
 )
 def test_a_forward_without_a_pass_is_refused(layers, told):
     model = build("llama3")

@@ -92,7 +92,7 @@ def response_log_probs(
             such a place is computed once, also responses. None: rows share whole prompts only.
         pixels: of a vision model (README, Limits), the processor's output for `prompts`, images and videos (GLM-4.1V
             takes none) in their order. Rows share where prompt and pixels are the same, and a group's pixels go through
-            the vision tower once.
+            the vision tower once. On text alone a trained tower gets gradients of zero, and by HF's forward none.
         temperature: logits are divided by it, for log-probs and entropy.
         return_entropy: also return the entropy of each response token's distribution, with gradients.
         schedule: "packed": one graph for all rows. "phased": no graph; the backward computes the model once more, wave
@@ -102,7 +102,8 @@ def response_log_probs(
             `torch.no_grad`, a larger group runs its prefix first and then waves. Phased, as in `phased_update`.
         wave_tokens: phased, as in `phased_update`.
         logits_chunk: response tokens whose logits exist at once.
-        attention: kernel, see the key `attention` in config/prefix/options.yaml.
+        attention: kernel: "auto" (the fastest that runs), or "flash_attn", "aten" (torch's), both on CUDA, "cpu", or
+            "reference" (dense and slow, anywhere).
 
     Returns:
         log-probs in the form of the responses, fp32 (fp64 for a float64 model), on the model's device; with
@@ -305,7 +306,11 @@ class _GraphPass(AttentionPass):
 
 def _trains(model: Any, layers: set[int]) -> bool:
     """Whether one of these layers, or what lies before it, is trained."""
-    modules = [model.get_input_embeddings(), *model.get_decoder().layers[: max(layers) + 1]] if layers else []
+    if not layers:
+        return False
+    decoder, number = model.get_decoder(), model.config.get_text_config().num_hidden_layers
+    lists = (m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == number)
+    modules = [model.get_input_embeddings(), *next(lists, [decoder])[: max(layers) + 1]]
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 

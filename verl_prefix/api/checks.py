@@ -1,6 +1,7 @@
 """Checks what a caller without verl passes; every error says which value is wrong, and what to pass instead."""
 
 import functools
+import operator
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -80,8 +81,9 @@ def check_model(model: Any, reads_head: bool) -> None:
         )
     if reasons := support.unsupported_reasons(model.config, model.training):
         raise ValueError(
-            f"shared prefixes are not supported for this {model.config.model_type} model: {'; '.join(reasons)}. Call "
-            "the model on whole rows instead"
+            f"shared prefixes are not supported for this {model.config.model_type} model: {'; '.join(reasons)}. "
+            f"{'Call the' if support.unsupported_reasons(model.config, False) else 'Call model.eval(), or call the'} "
+            "model on whole rows"
         )
     support.check_adapters(model, "call the model on whole rows")
     if model.training:
@@ -107,7 +109,7 @@ def warn_of_ranks() -> None:
 def check_sizes(**sizes: int | None) -> None:
     """Raises ValueError where a number of tokens is not at least 1, or None."""
     for name, value in sizes.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and (not hasattr(value, "__index__") or operator.index(value) < 1):  # also numpy's
             raise ValueError(f"{name}={value!r}: pass a number of tokens >= 1")
 
 

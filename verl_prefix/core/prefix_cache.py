@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.core.errors import WHOLE_ROWS
 
 # What leaves tensors for suffixes: an attention layer's index, (part, index) of a recurrent layer, or "outputs".
 Key = Hashable
@@ -86,7 +86,7 @@ class PrefixCache:
         if key not in self._stored and self._is_open:
             raise RuntimeError(
                 f"layer {key} runs in a wave and did not run in phase A, and only layers that run in both can share a "
-                f"prefix; set {WITHOUT_SHARING}, or call the model on whole rows"
+                f"prefix; {WHOLE_ROWS}"
             )
         if key not in self._stored:
             raise RuntimeError(
@@ -133,8 +133,7 @@ class PrefixCache:
 def ran_twice(key: Key) -> RuntimeError:
     """An error for a model that runs a layer several times in one forward, or several layers under one index."""
     return RuntimeError(
-        f"layer {key} ran twice in one forward, and only layers that run once can share a prefix; set "
-        f"{WITHOUT_SHARING}, or call the model on whole rows"
+        f"layer {key} ran twice in one forward, and only layers that run once can share a prefix; {WHOLE_ROWS}"
     )
 
 

@@ -60,7 +60,7 @@ def router_kinds(model: torch.nn.Module) -> tuple[type, ...]:
 
 class CountedRouters(ExpertLoads):
     """Counts what routers of transformers choose in forwards of an update, and not again where gradient checkpointing
-    repeats them.
+    repeats them. A `layer` here is the number of a router: dense layers do not count.
 
     Routers are modules that transformers records as `router_logits`, and that return their choice, [T, chosen] int64,
     beside the logits.

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import AttentionParams, on_device
-from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.core.forward import LogitsFn
 from verl_prefix.models import vision
 from verl_prefix.models.experts import CountedRouters
@@ -70,7 +70,7 @@ def grouped_attention_forward(
             f"{type(module).__name__} layer {module.layer_idx} called the shared-prefix attention with "
             f"prefix_pass={prefix_pass is not None}, attention_mask={attention_mask is not None}, dropout={dropout}, "
             f"sliding_window={sliding_window} (its config says {wanted}), batch {query.shape[0]}, is_causal={causal}; "
-            f"set {WITHOUT_SHARING} and report this model"
+            f"{WHOLE_ROWS}, and report this model"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as SDPA does: norms may have left fp32 queries beside bf16 values
@@ -157,12 +157,12 @@ class HookedModel:
         if logits.shape[1] != len(head_tokens):
             raise RuntimeError(
                 f"logits_to_keep asked {type(self.model).__name__} for logits of {len(head_tokens)} tokens, and it "
-                f"returned those of {logits.shape[1]}; set {WITHOUT_SHARING} and report this model"
+                f"returned those of {logits.shape[1]}; {WHOLE_ROWS}, and report this model"
             )
         if not whole and of_logits is not None and not self.hands_on(head.result, logits):
             raise RuntimeError(
                 f"{type(self.model).__name__} changed what lm_head returned, and no hook, forward or config key shows "
-                f"that; set {WITHOUT_SHARING} and report this model"
+                f"that; {WHOLE_ROWS}, and report this model"
             )
         if not whole:
             return logits[0]
@@ -189,7 +189,7 @@ class HookedModel:
         if elsewhere := written_elsewhere(seeing.forward):
             raise RuntimeError(
                 f"{type(seeing).__name__} has a forward of {elsewhere}. A shared prefix replaces a vision model's "
-                f"forward, and would leave it out; use a forward hook instead, or set {WITHOUT_SHARING}"
+                f"forward, and would leave it out; use a forward hook instead, or {WHOLE_ROWS}"
             )
         check_contexts(seeing, keep.device)
         with replaced(seeing, "forward", functools.partial(vision.forward, seeing)):
@@ -227,7 +227,7 @@ class HookedModel:
         if num_calls != num_layers:
             raise RuntimeError(
                 f"{num_calls} of {num_layers} layers of {type(self.model).__name__} shared their prefixes; "
-                f"its code bypasses transformers' attention interface: set {WITHOUT_SHARING}"
+                f"its code bypasses transformers' attention interface: {WHOLE_ROWS}"
             )
 
 

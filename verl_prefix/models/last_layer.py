@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.models.replaced import PassForward, pass_forwards
 
 _NAMES = ("q_proj", "o_proj", "out_proj", "mlp", "feed_forward")
@@ -28,7 +28,7 @@ def head_only(model: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.Mo
 def on_head_tokens(model: PreTrainedModel) -> Iterator[None]:
     """Context in which modules `head_only` run on `AttentionPass.head_tokens` alone. Inside another it does nothing."""
     found = [pair for pair in head_only(model) if not isinstance(pair[1].forward, _OnHeadTokens)]
-    forwards = {module: _OnHeadTokens(module.forward) for _, module in found}
+    forwards = {module: _OnHeadTokens(module) for _, module in found}
     # An MLP runs behind the attention of its layer, which is told the pass where the layer is not.
     with pass_forwards(forwards, {teller for parent, _ in found for teller in (parent, *parent.children())}):
         yield
@@ -37,8 +37,9 @@ def on_head_tokens(model: PreTrainedModel) -> Iterator[None]:
 class _OnHeadTokens(PassForward):
     """Replaces a module's forward."""
 
-    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.forward = forward
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.forward: Callable[[torch.Tensor], torch.Tensor] = module.forward
+        self.kind = type(module).__name__
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[1, T, n] -> [1, T, m], which is 0 for tokens that do not go through lm_head.
@@ -50,7 +51,7 @@ class _OnHeadTokens(PassForward):
         attention_pass = self.attention_pass
         self.end_run()
         if attention_pass is None:
-            raise RuntimeError(f"a module of the last layer ran without a prefix_pass; set {WITHOUT_SHARING}")
+            raise RuntimeError(f"a {self.kind} of the last layer ran without a prefix_pass; {WHOLE_ROWS}")
         tokens = attention_pass.head_tokens
         if tokens is None or len(tokens) == x.shape[1]:
             return self.forward(x)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Spans
-from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.core.recurrence import Scan, Scanned, scan_padded, shared_conv, shared_scan
 from verl_prefix.models.replaced import PassForward, pass_forwards, replaced
 from verl_prefix.models.state_space import chunk_scan
@@ -83,14 +83,12 @@ class Mixer(PassForward):
             for name in names:
                 if hasattr(owner, name):
                     return owner, name, getattr(owner, name)
-        raise RuntimeError(
-            f"{kind.__name__} has no {' or '.join(names)}, which would be replaced; set {WITHOUT_SHARING}"
-        )
+        raise RuntimeError(f"{kind.__name__} has no {' or '.join(names)}, which would be replaced; {WHOLE_ROWS}")
 
     def _pass(self) -> AttentionPass:
         if self.attention_pass is None:
             name = type(self.module).__name__
-            raise RuntimeError(f"{name} layer {self.module.layer_idx} ran without a prefix_pass; set {WITHOUT_SHARING}")
+            raise RuntimeError(f"{name} layer {self.module.layer_idx} ran without a prefix_pass; {WHOLE_ROWS}")
         return self.attention_pass
 
     def conv_replacement(self) -> tuple[Any, str, Callable[..., Any]]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import mix
 from verl_prefix.models.logits import check_runs_in_parts
@@ -238,7 +238,7 @@ def check_pixels(inputs: Row, prefix: torch.Tensor, config: Any, name: str) -> N
             raise ValueError(
                 f"{name}: its prompt has {num_tokens} {kind} tokens before the last one, and its {values} make "
                 f"{num_features} features. Pass prompts as the processor expands them, ending in text; where tools "
-                f"answer with pictures, set {WITHOUT_SHARING}"
+                f"answer with pictures, {WHOLE_ROWS}"
             )
 
 

@@ -91,13 +91,17 @@ def _chosen(
             reasons = "; ".join(f"{other}: {refusal(KERNELS[other])}" for other in ("flash_attn", "aten"))
             raise ValueError(
                 f"prefix.attention=auto: no fast kernel for {what} ({reasons}); set "
-                "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16, install flash-attn, or set "
-                "prefix.attention=reference, which is dense and slow"
+                "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16 (without verl: call inside "
+                "torch.autocast), install flash-attn, or set prefix.attention=reference (without verl: pass "
+                "attention='reference'), which is dense and slow"
             )
         logger.warning("prefix.attention=auto: no fast kernel for %s; the dense reference runs, which is slow", what)
         return reference
     if name not in KERNELS:
         raise ValueError(f"prefix.attention={name!r} is unknown; set one of {['auto', *KERNELS]}")
     if reason := refusal(KERNELS[name]):
-        raise ValueError(f"prefix.attention={name!r} cannot run here: {reason}; set prefix.attention=auto")
+        raise ValueError(
+            f"prefix.attention={name!r} cannot run here: {reason}; set prefix.attention=auto (without verl: pass "
+            "attention='auto')"
+        )
     return log(KERNELS[name]) if name == "flash_attn" else KERNELS[name]
