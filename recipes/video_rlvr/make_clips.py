@@ -217,6 +217,8 @@ def make_clips(output: Path, clips: int, stills: int, seed: int, seconds: int, f
     for option, value, least in (("clips", clips, 1), ("stills", stills, 0), ("seconds", seconds, 2), ("fps", fps, 4)):
         if value < least:
             raise ValueError(f"--{option} {value}: set at least {least}")
+    if seconds > 12:
+        raise ValueError(f"--seconds {seconds}: set at most 12; in longer clips shapes touch too often to be counted")
     if size < 56 or size % 2:
         raise ValueError(f"--size {size}: set an even number of at least 56 pixels")
     rows: list[dict[str, object]] = []
@@ -255,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clips", type=int, default=16, help="clips, five questions each (default 16)")
     parser.add_argument("--stills", type=int, default=0, help="single pictures, one question each (default 0)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=int, default=5, help="of a clip (default 5, CLEVRER's)")
+    parser.add_argument("--seconds", type=int, default=5, help="of a clip, 2 to 12 (default 5, CLEVRER's)")
     parser.add_argument("--fps", type=int, default=8, help="frames per second in the file (default 8)")
     parser.add_argument("--size", type=int, default=224, help="width and height in pixels (default 224)")
     args = parser.parse_args(argv)

@@ -153,7 +153,10 @@ def test_rows_have_the_keys_of_video_r1(clips):
     assert all((clips / row["path"]).is_file() for row in rows)
 
 
-@pytest.mark.parametrize(("option", "value"), [("--clips", "0"), ("--stills", "-1"), ("--size", "57"), ("--fps", "3")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--clips", "0"), ("--stills", "-1"), ("--size", "57"), ("--fps", "3"), ("--seconds", "1"), ("--seconds", "13")],
+)
 def test_make_clips_refuses_numbers_out_of_range_in_one_line(tmp_path, capsys, option, value):
     assert make_clips.main(["--output", str(tmp_path / "out"), option, value]) == 1
     (message,) = capsys.readouterr().err.splitlines()
