@@ -46,8 +46,8 @@ class AttentionPass:
         shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
         head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
         routes: [n, layers, k] int16, the experts that each of this rank's tokens goes to in each of the model's layers.
-            Where an expert is negative, its router chooses, and writes its choice there; on Megatron also where these
-            are not k different experts. None: routers choose.
+            A token's router chooses, and writes its choice there, where these are not k different experts; on Megatron
+            where they are negative. None: routers choose.
         kept: attention outputs that wait for backward; None: they are not kept.
         num_calls: number of calls of `attend`, and of recurrent layers, which these count themselves
             (`models.recurrent`). Compared before and after a forward, it shows a model that bypasses them.
