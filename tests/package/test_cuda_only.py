@@ -43,6 +43,8 @@ PLACES = {
     "tools/ab/command.py:join_ranks": f"{TOOLS}:test_a_rank_of_ab_takes_its_gpu_and_both_kinds_of_collectives",
     "tools/ab/other_engines.py:_of_megatron":
         "engine/test_trace.py:test_a_trace_of_megatron_becomes_one_of_fsdp2",
+    "tools/ab/source.py:Source.__init__":
+        "tools/test_ab.py:test_more_ranks_than_gpus_are_refused_before_they_start",
     "tools/ab/source.py:synthetic_budget": f"{TOOLS}:test_made_up_rows_of_ab_are_bf16_and_fill_a_gpu",
     "tools/ab/source.py:synthetic_manifest": f"{TOOLS}:test_made_up_rows_of_ab_are_bf16_and_fill_a_gpu",
     "tools/bench/arms.py:run_arm": f"{TOOLS}:test_an_update_is_timed_when_the_device_has_computed_it",
