@@ -243,5 +243,5 @@ def layer_window(text: PretrainedConfig, layer: int) -> int | None:
         return getattr(text, name, default) if _declares(text, name) else default
 
     if layer_types := field("layer_types", None):
-        return field("sliding_window", None) if layer_types[layer] == "sliding_attention" else None
+        return getattr(text, "sliding_window", None) if layer_types[layer] == "sliding_attention" else None
     return field("sliding_window", None) if field("use_sliding_window", True) else None
