@@ -81,7 +81,7 @@ def response_log_probs(
         any_loss(log_probs, advantages).backward()    # phases A, B and C, in the memory of `phased_update`
 
     Args:
-        model: HF causal LM of a supported family (README, Limits), on one device. Not wrapped in DDP or FSDP.
+        model: HF causal LM of a supported family (config/README, Models), on one device. Not wrapped in DDP or FSDP.
         prompts: at least one token each; rows with the same tokens share. One per row, or one per group with `groups`.
         responses: one per row, may be empty. Padded as TRL's `prompt_ids`, `completion_ids`, or lists (see `Tokens`).
         prompt_mask, response_mask: [rows, length] for padded tensors, 1 on tokens and 0 on padding, left or right. A
@@ -90,9 +90,9 @@ def response_log_probs(
         forks: per row, numbers of its tokens (prompt and response) after which other rows may continue differently:
             ends of messages (`message_ends`), or of turns where a search branches. Whatever rows have in common up to
             such a place is computed once, also responses. None: rows share whole prompts only.
-        pixels: of a vision model (README, Limits), the processor's output for `prompts`, images and videos (GLM-4.1V
-            takes none) in their order. Rows share where prompt and pixels are the same, and a group's pixels go through
-            the vision tower once. On text alone a trained tower gets gradients of zero, and by HF's forward none.
+        pixels: of a vision model, the processor's output for `prompts`, images and videos (GLM-4.1V takes none) in
+            their order. Rows share where prompt and pixels are the same, and a group's pixels go through the vision
+            tower once. On text alone a trained tower gets gradients of zero, and by HF's forward none.
         temperature: logits are divided by it, for log-probs and entropy.
         return_entropy: also return the entropy of each response token's distribution, with gradients.
         schedule: "packed": one graph for all rows. "phased": no graph; the backward computes the model once more, wave
@@ -112,8 +112,8 @@ def response_log_probs(
     Raises:
         TypeError: model, tokens or mask have the wrong type. ValueError: a value or a model that cannot be computed.
         The message says which, what was seen, and what to pass. ImportError: a version of transformers that is not
-        known (README, Tested versions). RuntimeError: in backward, phased, where the model computes something else
-        than in the call: weights, adapters, train() or eval() changed.
+        known. RuntimeError: in backward, phased, where the model computes something else than in the call: weights,
+        adapters, train() or eval() changed.
 
     Warns:
         UserWarning: no two rows share; with gradients on several ranks, once, that they are not averaged, and how to.
