@@ -119,11 +119,14 @@ class Step:
         parts = get_seqlen_balanced_partitions(calculate_workload(lens), self.size.ranks, equal_size=True)
         return [[rows[i] for i in part] for part in parts]
 
-    def batches(self, ranks: list[list[int]], name: str) -> Batches:
-        """Arguments of `Predictor.add` for the rows of each rank."""
-        budget, dead = self.size.micro_batches[name].budget, self.dead if name == "update" else frozenset()
-        pairs = zip(self.computed(ranks, self.size.exchange, dead), self.computed(ranks, False), strict=True)
-        return [(Batch(groups, budget(groups)), Batch(own, budget(own))) for groups, own in pairs]
+    def groups(self, ranks: list[list[int]], dead: Set[int | None] = frozenset()) -> list[tuple[list[Group], ...]]:
+        """Of the rows of each rank: the groups that it computes, and those that verl's own path would."""
+        return list(zip(self.computed(ranks, self.size.exchange, dead), self.computed(ranks, False), strict=True))
+
+    def batches(self, groups: list[tuple[list[Group], ...]], name: str) -> Batches:
+        """Arguments of `Predictor.add`, of what `groups` returned."""
+        budget = self.size.micro_batches[name].budget
+        return [(Batch(ours, budget(ours)), Batch(own, budget(own))) for ours, own in groups]
 
     def computed(
         self, ranks: list[list[int]], exchange: bool, dead: Set[int | None] = frozenset()
@@ -288,12 +291,14 @@ def predict(config: Any, steps: Sequence[Step], model: Model) -> Predictor:
     for step in steps:
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]
-        log_probs = predictor.add("old", step.batches(whole, "old"))
-        if not step.size.ref_in_actor:
-            whole = step.dealt_to_ref(whole)
-        predictor.add("ref", step.batches(whole, "ref"), ref_engine=not step.size.ref_in_actor)
+        groups = step.groups(whole)
+        log_probs = predictor.add("old", step.batches(groups, "old"))
+        if not step.size.ref_in_actor and (of_ref := step.dealt_to_ref(whole)) != whole:
+            groups = step.groups(of_ref)
+        predictor.add("ref", step.batches(groups, "ref"), ref_engine=not step.size.ref_in_actor)
         for k in range(step.size.mini_batches):
-            predictor.add("update", step.batches([rank[k] for rank in dealt], "update"), log_probs)
+            groups = step.groups([rank[k] for rank in dealt], step.dead)
+            predictor.add("update", step.batches(groups, "update"), log_probs)
         if not predictor.shown:
             rows = [group.rows[0] for group in predictor.first]
             predictor.shown = [step.grids[row] if step.grids else () for row in rows]
