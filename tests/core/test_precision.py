@@ -132,6 +132,7 @@ def drift(steps: int = 20) -> list[dict[str, float]]:
     return curve
 
 
+@pytest.mark.ci
 def test_twenty_adamw_steps_of_stock_and_phased_stay_together():
     curve = drift()
     mean = {name: sum(point[name] for point in curve) / len(curve) for name in ("stock", "phased")}

@@ -35,6 +35,7 @@ from verl_prefix.tools.plan.compose import compose_config
 from verl_prefix.trainer.prefix_sync import MANAGER, PrefixPPOTrainerSync
 from verl_prefix.trainer.shared_pixels import SharedPixelsManager, SharedPixelsWorker
 
+pytestmark = pytest.mark.ci
 G = 4
 StockWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
@@ -110,7 +111,6 @@ def check(rows: list[dict], expected: list[dict]) -> None:
         assert all(torch.equal(row[name], other[name]) for name in row)
 
 
-@pytest.mark.ci
 def test_one_row_carries_the_pixels_of_all_and_each_gets_them_back(config):
     stock = roll_out(StockWorker, config, "stock", picture(1))
     shared = roll_out(SharedPixelsWorker, config, "shared", picture(1))

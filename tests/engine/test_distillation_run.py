@@ -22,9 +22,8 @@ SUMS = ("distillation/loss", "distillation/loss_min", "distillation/loss_max", "
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    "loss", [pytest.param(loss, marks=pytest.mark.ci if loss == "topk_alone" else pytest.mark.full) for loss in LOSSES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("loss", LOSSES)
 def test_prompts_are_shared_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, loss: str) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "cpu_teacher")

@@ -189,7 +189,7 @@ ALONE = (
     "phased_waves_almost_the_budget", "auto_small_budget", "reference_attention",
     "padded_model_inputs", "no_entropy", "entropy_chunked_and_checkpointed", "temperature_per_row",
     "logits_in_chunks_with_entropy_checkpointing", "logits_that_a_hook_changes", "sum_pi_squared", "seed_oss_phased",
-    "glm4_moe_phased", "latent_attention_phased", "tool_tokens_phased", "turns_in_pieces",
+    "glm4_moe_phased", "latent_attention_phased", "tool_tokens_phased",
     "turns_checkpointed_offloaded", "turns_whose_answers_the_loss_masks", "fused_kernels",
     "activation_offload_gate_shut",
 )  # fmt: skip
@@ -208,13 +208,12 @@ ALIKE = (
     "glm4_moe", "turns_hsdp_sync_every_pass", "turns_tied", "turns_upper_layer_trained", "turns_window",
     "turns_padded_static_batch_size", "turns_phased_in_pieces_tool_tokens", "turns_lora_on_a_layer",
     "turns_of_both_kinds_lm_head_trained", "turns_whose_last_answer_the_loss_masks", "phased_waves_over_the_budget",
-    "loss_seq-mean-token-sum-norm", "phi3_phased", "qwen2_moe_phased", "tool_tokens",
+    "loss_seq-mean-token-sum-norm", "phi3_phased", "qwen2_moe_phased", "tool_tokens", "phased_waves_of_one_row",
+    "tied_phased_sync_every_pass", "turns_in_pieces", "turns_lower_layer_trained",
 )  # fmt: skip
 
 # On one rank in make test, on two in CI: other cases have two ranks of which some parameters train, or are offloaded.
-ONE = (
-    "reshard_off", "offload_params_and_optimizer", "lora_phased", "sliding_window", "turns_lower_layer_trained",
-)  # fmt: skip
+ONE = ("reshard_off", "offload_params_and_optimizer", "lora_phased", "sliding_window")
 
 CORRECTION = dict(loss_type="reinforce", rollout_is="sequence", rollout_rs="token_k2", rollout_rs_threshold="0.05")
 LOSSES = {mode: {"policy_loss": {"loss_mode": mode} | options} for mode, options in LOSS_MODES.items()} | {

@@ -355,7 +355,7 @@ def test_engine_computes_what_stock_computes_row_by_row(one_rank, family, case):
 
 @pytest.mark.parametrize(
     ("family", "case"),
-    [pytest.param(*run, marks=() if run[1] == "packed" else pytest.mark.ci) for run in _of(2)],
+    [pytest.param(*run, marks=pytest.mark.ci) for run in _of(2)],
 )
 def test_engine_computes_what_stock_computes_row_by_row_on_two_ranks(one_rank, two_ranks, family, case):
     _assert_equal(two_ranks(_case, family, case, case == "packed"), _limits(one_rank, family, case))

@@ -86,23 +86,24 @@ FEW = [
 
 # Of FEW, where a group of four does what one of two does not: heads, experts, recurrent states and pieces of rows.
 WIDE = [
-    "packed", "phased", "one_key_head", "latent_attention_phased", "auto_verified", "gate_shut", "moe",
-    ("qwen3_vl", "phased"), "turns_phased", ("qwen3_5", "checkpointed"),
+    "packed", "one_key_head", "latent_attention_phased", "gate_shut", "moe", ("qwen3_vl", "phased"), "turns_phased",
+    ("qwen3_5", "checkpointed"),
 ]  # fmt: skip
 # Of FEW, where two groups of two do what one does not: ranks of data with other rows, and groups that agree on a path.
 BESIDE = [
-    "packed", "phased", "empty_responses", "auto_verified", "gate_shut", "moe", ("qwen3_vl", "scattered"),
-    "turns_phased", "turns_of_both_kinds_phased", "hsdp", "sdpa_stock", "sdpa_stock_in_small_passes",
+    "packed", "phased", "empty_responses", "auto_verified", "gate_shut", ("qwen3_vl", "scattered"),
+    "turns_of_both_kinds_phased", "hsdp", "sdpa_stock_in_small_passes",
 ]  # fmt: skip
 # Of FEW, left to CI: their options are in other cases of make test.
 HALVES = [
     "gradient_checkpointing_phased", "tool_tokens_phased", "turns_of_both_kinds_phased", "phased", "auto_verified",
-    "sdpa_stock_in_small_passes",
+    "sdpa_stock_in_small_passes", "latent_attention_phased", ("qwen3_vl", "phased"),
 ]  # fmt: skip
 # Each option of theirs is in another case of CI: schedules, checkpoints, offload, logits in chunks; of a tower what is
 # checkpointed has all phases, what is scattered all of a packed row.
 ALIKE = [
     "gradient_checkpointing", "offload", "logits_in_chunks", "tool_tokens", "gpt_oss", "turns", "verified_phased",
+    "moe_lora_phased", "phased_waves_of_one_row",
     *((family, name) for family in VISION_FAMILIES if family != "qwen3_vl" for name in ("packed", "phased")),
     *((family, "text_rank") for family in ("glm4v_moe", "glm46v")),
 ]  # fmt: skip

@@ -123,7 +123,8 @@ def test_a_tinker_client_gets_stocks_losses_log_probs_gradients_and_step(results
         assert max(errors.values()) <= TOLERANCE, errors
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.ci), "qwen3_moe"])
+@pytest.mark.ci
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_what_verls_tests_ask_of_an_engine_is_answered_as_by_stocks(results, family):
     for errors in results(_compare_asked, family):
         assert max(errors.values()) <= TOLERANCE, errors

@@ -59,7 +59,7 @@ CASES = {
 # Whose options test_engine_equivalence.py has with text, or test_frozen.py of one process: left to CI.
 AS_WITH_TEXT = (
     "phased_row_by_row", "small_budget", "groups_cut", "offload", "lora_on_text", "padded", "turns",
-    "text_alone_sync_every_pass", "turns_scattered", "tower_and_upper_layer", "gate_open",
+    "text_alone_sync_every_pass", "turns_scattered", "tower_and_upper_layer", "gate_open", "text_rank",
 )  # fmt: skip
 # On one rank in make test, on two in CI, as is every family but one: nothing there differs between ranks.
 ALONE = ("checkpointed", "frozen_tower", "turns_phased", "text_alone")
@@ -209,15 +209,15 @@ def results(request, paths, ranks):
 
 def _cases(*names: str) -> pytest.MarkDecorator:
     """Of every family, all or these; make test has those of one family, and of the others what differs most: towers of
-    GLM's and experts are in models/test_vision.py. CI has every other case of the others on two ranks, which are not
-    the next family's."""
+    GLM's and experts are in models/test_vision.py. CI has every third case of the others on two ranks, which are
+    not the next two families'."""
     quick = {(1, "qwen3_5", "phased")}
     quick |= {(1 if case in ALONE else 2, "qwen3_vl", case) for case in CASES if case not in AS_WITH_TEXT}
 
     def marks(one: tuple[int, str, str]) -> tuple | pytest.MarkDecorator:
         world, family, case = one
         number = [*FAMILIES].index(family) + [*FAMILIES[family]].index(case)
-        return () if one in quick else pytest.mark.ci if world == 2 and number % 2 else pytest.mark.full
+        return () if one in quick else pytest.mark.ci if world == 2 and number % 3 == 1 else pytest.mark.full
 
     every = [(world, family, case) for world in WORLDS for family in FAMILIES for case in FAMILIES[family]]
     params = [
@@ -244,7 +244,8 @@ def test_bf16_misses_fp32_by_no_more_than_stock_does(ranks, paths, family):
         assert ours[name] <= 1.3 * stock[name], name
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("packed", marks=pytest.mark.ci), "phased"])
+@pytest.mark.ci
+@pytest.mark.parametrize("schedule", [pytest.param("packed", marks=pytest.mark.full), "phased"])
 def test_image_tokens_that_a_model_samples_are_text_and_are_left_out_of_the_self_check(results, schedule):
     """Of `image` and `text` two rows are such on rank 0, on rank 1 none."""
     for result in results(_sampled, ("image", "text"), schedule):
@@ -336,7 +337,7 @@ def test_layers_go_through_our_attention_where_verl_replaced_theirs(results, fam
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(x, marks=pytest.mark.ci if i else ()) for i, x in enumerate(UNPATCHED)]
+    "family", [pytest.param(x, marks=pytest.mark.full if i else pytest.mark.ci) for i, x in enumerate(UNPATCHED)]
 )
 def test_verls_own_path_pads_rows_where_it_leaves_the_model_to_transformers(ranks, paths, family):
     for result in ranks(2, paths)(_attention_that_verl_replaced, family, ("schedule", "stock")):

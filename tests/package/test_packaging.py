@@ -88,6 +88,7 @@ def site(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.ci
 def test_what_pip_installs_by_name_imports_and_runs(site: Path, index: Path, tmp_path: Path) -> None:
     code = "import verl_prefix; print(verl_prefix.__version__, verl_prefix.__file__)"
     env = os.environ | {"PYTHONPATH": str(site)}

@@ -696,14 +696,13 @@ MEGATRON = {
 EVERY = SCRIPTS | VEOMNI | MEGATRON
 VEOMNI_KEY = "actor_rollout_ref.actor.veomni"
 
-# On VeOmni and Megatron, of text with LoRA, of pictures, and refused; the others are left to CI.
+# On VeOmni and Megatron, of text with LoRA, and of pictures; the others are left to CI.
 TELLING = (
     "on_policy_distillation_trainer/run_qwen3_8b_megatron",
     "on_policy_distillation_trainer/run_qwen3_8b_fsdp",
     "grpo_trainer/run_qwen3_30b_veomni",
     "tuning/lora/run_qwen3_8b_fsdp",
     "grpo_trainer/run_qwen3_vl_8b_fsdp",
-    "grpo_trainer/run_seed_oss_36b_fsdp",
 )
 # Of grpo's but for the estimator or a loss that is let through, or for the model's size; and the one that takes as long
 # as all others, a step of 40 million tokens.
@@ -712,6 +711,7 @@ ALIKE = (
     "gspo_trainer/run_qwen3_8b_fsdp", "gspo_trainer/run_qwen3_30b_a3b_megatron", "rloo_trainer/run_qwen3_8b_fsdp",
     "remax_trainer/run_qwen3_8b_fsdp", "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp",
     "grpo_trainer/run_qwen2_5_32b_fsdp", "grpo_trainer/run_qwen3_4b_fsdp", "tuning/scaling/run_qwen2_5_32b_megatron",
+    "tuning/scaling/run_qwen2_5_72b_fsdp", "grpo_trainer/run_qwen3_8b_megatron",
 )  # fmt: skip
 
 

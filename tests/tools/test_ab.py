@@ -211,7 +211,8 @@ def _record_turns(rank: int, folder: Path, model: str, trees: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("ranks", "trees"), [(1, "off"), pytest.param(2, "uid", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize(("ranks", "trees"), [(1, "off"), (2, "uid")])
 def test_turns_of_odd_sessions_replay_within_the_tolerances(tmp_path, replay, spawn, monkeypatch, ranks, trees):
     """A lost session, one of one turn, an empty response, two equal ones, and padding; of 24 rows 20 are none. They
     share what they shared in the recorded run."""

@@ -86,6 +86,7 @@ logging.warning("of logging")
 """
 
 
+@pytest.mark.ci
 def test_warnings_of_others_come_behind_the_findings(run_doctor, fresh, tmp_path):
     """Of a package that a check in the middle imports; stdout and stderr are one file, as on a terminal."""
     (tmp_path / "trl").mkdir()
