@@ -101,7 +101,8 @@ def _half(models: dict, schedule: str, turns: bool) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("turns", [pytest.param(False, marks=pytest.mark.ci), True], ids=["one_prompt", "turns"])
-@pytest.mark.parametrize("schedule", ["packed", pytest.param("phased", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("schedule", ["packed", "phased"])
 def test_bf16_misses_fp32_by_no_more_than_verls_critic_does(ranks, models, schedule, turns):
     for ours, stock in ranks(2, models)(_half, schedule, turns):
         for name, error in ours.items():

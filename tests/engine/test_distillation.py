@@ -71,7 +71,7 @@ CASES = {
 }  # fmt: skip
 QUICK = (
     "packed", "passes_only", "phased_in_pieces_only", "exchanged_only_phased", "turns_odd_exchanged_only",
-    "logits_in_chunks_phased_only", "topk_as_reward", "k1_as_reward", "checked_turns_only",
+    "logits_in_chunks_phased_only", "topk_as_reward", "k1_as_reward",
 )  # fmt: skip
 ALONE = ("packed_only", "entropy_only")  # on one rank in make test
 SHARED = SharedModels(_engine)  # on ranks

@@ -209,7 +209,7 @@ ALIKE = (
     "turns_padded_static_batch_size", "turns_phased_in_pieces_tool_tokens", "turns_lora_on_a_layer",
     "turns_of_both_kinds_lm_head_trained", "turns_whose_last_answer_the_loss_masks", "phased_waves_over_the_budget",
     "loss_seq-mean-token-sum-norm", "phi3_phased", "qwen2_moe_phased", "tool_tokens", "phased_waves_of_one_row",
-    "tied_phased_sync_every_pass", "turns_in_pieces", "turns_lower_layer_trained",
+    "tied_phased_sync_every_pass", "turns_in_pieces", "turns_lower_layer_trained", "turns_odd",
 )  # fmt: skip
 
 # On one rank in make test, on two in CI: other cases have two ranks of which some parameters train, or are offloaded.

@@ -13,7 +13,7 @@ ROWS = (
     Session("a", 20, ((4, 5, 8), (4, 6, 8), (3, 5, 9), (2, 4, 5)), True), Again(1, 1), Again(2, 2), Again(3, 0),
     Session("b", 9, ((2, 5, 4), (4, 3, 6), (0, 5, 3)), False), Again(1, 1),
 )  # fmt: skip
-RANKS = [pytest.param(1, marks=pytest.mark.ci), 2, pytest.param(4, marks=pytest.mark.ci)]
+RANKS = [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.ci)]
 OPTIONS = {
     "plain": (("budget", 90),), "deep": (("budget", 110), ("schedule", "phased"), ("trees", "batch")),
     "offload": (("budget", 60), ("offload", True), ("gradient_checkpointing", True)),
@@ -34,7 +34,9 @@ def _broken(models: dict, case: Case, broken: Callable[[pytest.MonkeyPatch], Non
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.ci if x in ("checkpointed", "scattered") else ()) for x in OPTIONS]
+)
 def test_nested_passes_equal_stock(ranks, models, name, num_ranks):
     if name == "ulysses" and num_ranks == 1:
         pytest.skip("of several ranks")

@@ -340,7 +340,7 @@ ALIKE = ("qwen3_next", "olmo_hybrid")  # have qwen3_5_text's rule, and are left 
 HALVES = (
     ("qwen3_5_text", "lora_on_mixers"), ("qwen3_5_text", "turns"), ("lfm2", "turns_kept_phased"),
     ("granitemoehybrid", "turns_kept_phased"), ("qwen3_5_text", "offload_checkpointed"),
-    ("qwen3_5_text", "phased_waves_of_one_row"),
+    ("qwen3_5_text", "phased_waves_of_one_row"), ("qwen3_5_text", "lora_on_mixers_phased"),
 )  # fmt: skip
 
 
@@ -444,7 +444,7 @@ def test_broken_states_are_far_from_stock_and_seen_by_the_self_check(one_rank, b
 
 
 SEEN = {
-    "heads_in_wrong_order": (), "gradients_of_dealt_weights_too_small": (),
+    "heads_in_wrong_order": pytest.mark.ci, "gradients_of_dealt_weights_too_small": (),
     "states_of_another_ranks_heads": pytest.mark.ci,
 }  # fmt: skip
 
@@ -495,7 +495,7 @@ def test_self_check_takes_rows_that_one_rank_of_a_group_may_compute_alone(ranks,
 @pytest.mark.parametrize(
     ("world", "family"),
     [
-        pytest.param(world, family, marks=pytest.mark.ci if world == 1 and family in ALIKE else ())
+        pytest.param(world, family, marks=pytest.mark.ci if world == 2 or family in ALIKE else ())
         for world in (1, 2) for family, case in _of(world) if case == "packed"
     ],
 )  # fmt: skip

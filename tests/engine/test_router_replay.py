@@ -158,7 +158,7 @@ CASES = {
     "ulysses_verified": VARLEN | {"schedule": "packed", "verify": "first_step"},
     "ulysses_stock": VARLEN | {"schedule": "stock"},
 }  # fmt: skip
-QUICK = ("packed", "deepseek_v3_phased_checkpointed", "turns_tails_exchanged", "ulysses_phased_checkpointed")
+QUICK = ("packed", "turns_tails_exchanged", "ulysses_phased_checkpointed")
 # Each option of theirs is in another case of CI: left to make test-full.
 ALIKE = (
     "phased", "gpt_oss", "glm4_moe", "deepseek_v3", "checkpointed", "exchanged", "turns", "verified", "ulysses",

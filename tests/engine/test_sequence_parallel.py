@@ -98,6 +98,7 @@ BESIDE = [
 HALVES = [
     "gradient_checkpointing_phased", "tool_tokens_phased", "turns_of_both_kinds_phased", "phased", "auto_verified",
     "sdpa_stock_in_small_passes", "latent_attention_phased", ("qwen3_vl", "phased"),
+    ("qwen3_5", "checkpointed"),
 ]  # fmt: skip
 # Each option of theirs is in another case of CI: schedules, checkpoints, offload, logits in chunks; of a tower what is
 # checkpointed has all phases, what is scattered all of a packed row.

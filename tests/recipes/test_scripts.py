@@ -696,12 +696,11 @@ MEGATRON = {
 EVERY = SCRIPTS | VEOMNI | MEGATRON
 VEOMNI_KEY = "actor_rollout_ref.actor.veomni"
 
-# On VeOmni and Megatron, of text with LoRA, and of pictures; the others are left to CI.
+# On VeOmni and Megatron, of text, and of pictures; the others are left to CI.
 TELLING = (
     "on_policy_distillation_trainer/run_qwen3_8b_megatron",
     "on_policy_distillation_trainer/run_qwen3_8b_fsdp",
     "grpo_trainer/run_qwen3_30b_veomni",
-    "tuning/lora/run_qwen3_8b_fsdp",
     "grpo_trainer/run_qwen3_vl_8b_fsdp",
 )
 # Of grpo's but for the estimator or a loss that is let through, or for the model's size; and the one that takes as long

@@ -496,6 +496,7 @@ def test_bad_words_are_one_line_exit_code_2_and_no_report(words, says, tmp_path,
 
 
 @pytest.mark.ray
+@pytest.mark.ci
 def test_stock_takes_recurrent_rows_one_by_one_and_the_report_says_so(tmp_path, replay, monkeypatch):
     made = source.synthetic_manifest
     monkeypatch.setattr(source, "synthetic_manifest", lambda shape: made(shape) | {"stock_row_by_row": False})

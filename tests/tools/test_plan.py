@@ -687,6 +687,7 @@ def test_one_response_has_one_verdict_and_no_advice_to_sample_more(folder, capsy
     assert build(folder, f"{ROLLOUT}.n=1", f"{PREFIX}.trees=batch")["verdict"].startswith("Worth it: ")
 
 
+@pytest.mark.ci
 def test_what_tears_prompts_apart_is_priced_and_what_keeps_them_is_told(folder, capsys):
     """Eight prompts of four rows: over two ranks, and over two mini-batches."""
     sync, off = "trainer.v1.trainer_mode=sync", "actor_rollout_ref.actor.prefix.exchange=off"
@@ -1044,6 +1045,7 @@ def test_nobody_is_told_that_grpo_has_no_critic(folder, recwarn):
     assert not [found for found in recwarn if "critic" in str(found.message)]
 
 
+@pytest.mark.ci
 def test_what_mini_batches_that_count_rows_cost_is_told(folder):
     turns = options.Turns(turns=4, thinking=12, say=5, tool=9)
 

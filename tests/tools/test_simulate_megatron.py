@@ -168,6 +168,7 @@ LLAMA3_8B = AutoConfig.for_model(
 )  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("checkpointing", "sequence", "context"), two_of_8((True, False), (True, False), (1, 2)))
 def test_the_peak_is_within_15_per_cent_of_the_simulated_one(checkpointing, sequence, context):
     division = Division(8, 2, sequence)
