@@ -23,6 +23,7 @@ from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
 
+from verl_prefix import cli
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm
 from verl_prefix.tools.plan import command as plan
@@ -384,6 +385,15 @@ def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_f
     stock = planned("dp")
     assert "trainer.v1.trainer_mode=prefix_sync, update " in stock["advice"]
     assert 1.5 < stock["tokens"]["ratio"] <= found["tokens"]["ratio"]  # several mini-batches
+
+
+@pytest.mark.ci
+def test_readme_quotes_the_verdict_of_this_recipe(tmp_path, folder_of, capsys):
+    """On a machine without its data: `--prompt-lengths 2400`."""
+    words = launched(MUSIQUE, tmp_path, MODEL_ENGINE="dp", MODEL_PATH=str(folder_of("Qwen3-8B")))
+    assert cli.main(["plan", "--prompt-lengths", "2400", *words]) == 0
+    verdict = "\n".join(capsys.readouterr().out.splitlines()[:3])
+    assert verdict.startswith("Worth it: ") and f"```\n{verdict}\n```" in (RECIPES.parent / "README.md").read_text()
 
 
 def test_a_simulation_gets_what_prompts_show(monkeypatch, tmp_path, folder_of, train_file):
