@@ -295,7 +295,10 @@ def _ours(models: dict, name: str, prefix: dict, rows: dict, layout: dict) -> di
 
     options = {"verify": "off"} | prefix
     built = engine(PrefixMegatronEngine, models[name], model=name, prefix=options, **layout)
-    return together(built, _measure(built, rows))
+    found = _measure(built, rows)
+    is_topk = "distillation" in rows and "loss_mode" not in rows["distillation"]
+    assert built._distillation_use_topk_active == is_topk, "verl's optimizer_step reads it behind an update"
+    return together(built, found)
 
 
 def _update_error(path: str, found: dict, truth: dict) -> float:

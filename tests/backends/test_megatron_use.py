@@ -300,8 +300,8 @@ def test_the_stock_path_runs_with_fused_kernels_where_its_engine_was_built_with_
     backend = object.__new__(MegatronBackend)
     backend._engine = mock.Mock()
     backend._engine.engine_config.use_fused_kernels = fused
-    backend.stock_batch(TensorDict({"input_ids": torch.zeros(1)}, 1), None, forward_only=True)
-    (data, *_), _ = backend._engine.run_verls_own.call_args
+    backend.run_stock_path(TensorDict({"input_ids": torch.zeros(1)}, 1), None, forward_only=True)
+    (data, *_), _ = backend._engine.verls_forward_backward.call_args
     assert tu.get_non_tensor_data(data, "use_fused_kernels", None) is fused
 
 

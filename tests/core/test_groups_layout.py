@@ -188,7 +188,7 @@ def keys_read(layout, window, prefix_place):
         if call.own is not None:
             keys[call.own] = layout.places
         levels = [*prefix_place.tensor_split(layout.level_starts[1:])]
-        if layout.around:
+        if layout.enclosing:
             levels[-1] = layout.places
         for prefix in call.prefixes:
             keys[prefix.at] = levels[prefix.level][prefix.tokens]

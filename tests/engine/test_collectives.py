@@ -29,7 +29,7 @@ ELSEWHERE = {
     "FSDPStockPath._alone": "engine/test_sequence_parallel.py",
     "FSDPStockPath._separate_rows": "engine/test_recurrent_engine.py",
     "MegatronBackend.gradients": "backends/test_megatron.py",
-    "PrefixEngine._run_stock": "engine/test_exchange.py",  # under gate_shut
+    "PrefixEngine._take_stock_path": "engine/test_exchange.py",  # under gate_shut
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
     "Verification._gradients_of_dead_rows": "engine/test_zero_advantage.py",
 }
@@ -60,7 +60,7 @@ def functions() -> set[str]:
                 called = ast.unparse(child.func)
                 owner, _, last = called.rpartition(".")
                 torchs = last in CALLED and owner in ("dist", "torch.distributed")
-                if torchs or last in ("together", "max_over_ranks", "sum_over_ranks"):
+                if torchs or last in ("together", "max_over_ranks", "range_over_ranks", "sum_over_ranks"):
                     found.add(within)
             look(child, name)
 

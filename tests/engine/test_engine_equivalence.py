@@ -46,7 +46,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.self_check import LayerProbe
+from verl_prefix.engine.self_check import Figure, LayerProbe
 from verl_prefix.testing import write_tiny_model
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -741,7 +741,8 @@ def _names_another_ranks_layer(models: dict) -> None:
     last = get_rank() == torch.distributed.get_world_size() - 1
 
     def attention(self, *_: object, **__: object) -> None:
-        self.worst_attention = (9.0, 1) if last else (4.0, 0)
+        ratio, layer = (9.0, 1) if last else (4.0, 0)
+        self.worst_attention = Figure(ratio, 2.0, f"attention of layer {layer} from dense float64")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="attention of layer 1 .*by 9 times"):
         patch.setattr(LayerProbe, "attention", attention)

@@ -208,7 +208,7 @@ def opened(data, trees, option: str = "auto"):
     from verl_prefix.engine.rows import BatchRows
 
     ranks = SimpleNamespace(data=dist.group.WORLD, data_size=dist.get_world_size())
-    return open_exchange(SimpleNamespace(ranks=ranks, shape=SHAPE), option, BatchRows(data), trees, Loss(None))
+    return open_exchange(SimpleNamespace(ranks=ranks, shape=SHAPE), option, BatchRows(data), trees, Loss(None), False)
 
 
 def _goes_to(batch: dict):

@@ -363,7 +363,7 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     def kept(plan, free=None) -> bool:
         """In an update behind which that much is free."""
         with updates.update():
-            found = updates.keeps(plan, costs, option, one_copy=False).attention_kept
+            found = updates.choose_memory(plan, costs, option, logits_once=False).attention_kept
             if free is not None:
                 monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
         return found
@@ -403,7 +403,7 @@ def test_what_another_engine_takes_between_updates_is_no_room(monkeypatch):
     for now in (100, 100, 100 + int(2 * needs), 100):
         held[0] = now
         with updates.update():
-            kept.append(updates.keeps(plan, costs, "auto", one_copy=False).attention_kept)
+            kept.append(updates.choose_memory(plan, costs, "auto", logits_once=False).attention_kept)
             held[0] = 104
     assert kept == [False, True, False, True]
 
@@ -417,7 +417,7 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
     plan = make_plan([Group.of_prompt((0, 1), 300, (3000, 3000))], 10**5, "packed")
     others = [0.0]
 
-    def left(factor: float, one_copy: bool = True, **changed) -> tuple[bool, bool]:
+    def left(factor: float, logits_once: bool = True, **changed) -> tuple[bool, bool]:
         """Whether attention and all logits are kept, behind an update that left so many times what both need."""
         costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
         costs = dataclasses.replace(costs, **changed)
@@ -427,14 +427,14 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
         for _ in range(2):
             with updates.update():
-                kept = updates.keeps(plan, costs, "auto", one_copy)
+                kept = updates.choose_memory(plan, costs, "auto", logits_once)
         assert kept.chunk == (sys.maxsize if kept.all_logits else costs.memory.logits_chunk or 4096)
         return kept.attention_kept, kept.all_logits
 
     assert left(1.6) == (checkpointed, True)
     assert left(1.4) == (checkpointed, False), "attention alone needs less"
     assert left(0.5) == (False, False)
-    assert left(1.6, one_copy=False) == (checkpointed, False), "entropy needs copies that no estimate counts"
+    assert left(1.6, logits_once=False) == (checkpointed, False), "entropy needs copies that no estimate counts"
     assert left(1.6, memory=dataclasses.replace(memory, logits_chunk=4096)) == (checkpointed, False), "as the user says"
     assert left(1.6, shape=dataclasses.replace(shape, tower=1.0)) == (False, False)
     others[:] = [1.0]

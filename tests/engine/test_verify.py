@@ -42,6 +42,7 @@ from verl_prefix.engine import self_check as verify
 from verl_prefix.engine.backend import StockFacts
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.self_check import Figure
 from verl_prefix.engine.verify import Verification, plan_to_check
 from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel
@@ -151,7 +152,7 @@ def positions_restarted(patch):
 def test_bf16_rounding_passes(seeds):
     verdicts = [verdict(seed, torch.bfloat16) for seed in range(seeds)]
     assert not [v for v in verdicts if v.missed], [str(v) for v in verdicts if v.missed]
-    assert max(v.attention for v in verdicts) > 0.5, "the figure measures something"
+    assert max(v.attention.ratio for v in verdicts) > 0.5, "the figure measures something"
 
 
 @pytest.mark.parametrize(
@@ -175,23 +176,23 @@ def test_rounding_of_trees_passes(rows, dtype, seeds):
 def test_an_ancestor_that_is_left_out_is_caught(rows, dtype):
     for seed in range(3):
         found = verdict(seed, dtype, broken=ancestor_left_out, rows=rows)
-        assert found.missed and found.attention > 1.5 * verify.MAX_ATTENTION, str(found)
+        assert found.missed and found.attention.ratio > 1.5 * verify.MAX_ATTENTION, str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [thinking_kept, tree_search])
 def test_a_dropped_gradient_of_shared_outputs_is_caught_by_gradients_alone(rows, dtype):
     found = verdict(0, dtype, broken=gradients_of_shared_outputs_dropped, rows=rows)
-    assert found.log_probs <= verify.MAX_LOG_PROBS and found.attention <= verify.MAX_ATTENTION, str(found)
-    assert found.gradients > (10 if dtype == torch.bfloat16 else 1e4), str(found)
+    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= verify.MAX_ATTENTION, str(found)
+    assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("broken", BROKEN)
 def test_broken_nesting_is_caught_by_gradients_alone(broken, dtype):
     found = verdict(0, dtype, broken=broken, rows=tree_search)
-    assert found.log_probs <= verify.MAX_LOG_PROBS and found.attention <= verify.MAX_ATTENTION, str(found)
-    assert found.gradients > (10 if dtype == torch.bfloat16 else 1e4), str(found)
+    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= verify.MAX_ATTENTION, str(found)
+    assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_rounding_passes_in_every_dtype_and_core(family, dtype):
 def test_rounding_passes_in_recurrent_models(family, dtype):
     found = verdict(0, dtype, family)
     assert not found.missed, str(found)
-    assert found.gradients > 0.1, "the figure measures something"
+    assert found.gradients.ratio > 0.1, "the figure measures something"
 
 
 @pytest.mark.full
@@ -234,7 +235,7 @@ def test_a_wrong_state_is_caught_by_the_recurrence_of_its_layer(broken, dtype):
     for family in ("qwen3.5", "granite") if scan_alone else ("qwen3.5", "lfm2", "granite"):
         found = verdict(0, dtype, family, broken)
         least = 1e5 if dtype == torch.float32 else 2 * verify.MAX_RECURRENCE if scan_alone else 10
-        assert found.missed and found.recurrence > least, f"{family}: {found}"
+        assert found.missed and found.recurrence.ratio > least, f"{family}: {found}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -242,8 +243,10 @@ def test_a_wrong_state_is_caught_by_the_recurrence_of_its_layer(broken, dtype):
 def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, dtype):
     for family in ("qwen3.5", "lfm2", "granite"):
         found = verdict(0, dtype, family, broken)
-        assert found.log_probs <= verify.MAX_LOG_PROBS and found.recurrence <= verify.MAX_RECURRENCE, str(found)
-        assert found.gradients > (10 if dtype == torch.bfloat16 else 1e4), f"{family}: {found}"
+        assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.recurrence.ratio <= verify.MAX_RECURRENCE, str(
+            found
+        )
+        assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), f"{family}: {found}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -259,15 +262,15 @@ def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, dtype
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_dropped_gradient_of_keys_is_caught_by_gradients_alone(family, broken, dtype):
     found = verdict(0, dtype, family, broken)
-    assert found.log_probs <= verify.MAX_LOG_PROBS and found.attention <= verify.MAX_ATTENTION, str(found)
-    assert found.gradients > (10 if dtype == torch.bfloat16 else 1e4), str(found)
+    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= verify.MAX_ATTENTION, str(found)
+    assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_state_that_a_fork_writes_into_is_caught_by_the_next_wave(dtype):
     for family in ("qwen3.5", "lfm2", "granite"):
         found = verdict(0, dtype, family, fork_writes_into_the_state)
-        assert found.missed and found.gradients > (10 if dtype == torch.bfloat16 else 1e4), f"{family}: {found}"
+        assert found.missed and found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), f"{family}: {found}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -284,7 +287,7 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     found = [verify.LayerProbe() for _ in range(2)]
     found[0].attention(0, layout, q, k, v, None, scores, out)
     found[1].attention(0, layout, q, k, v, None, scores, out * (1 + 1e-2))
-    assert found[0].worst_attention[0] < 1.5 and found[1].worst_attention[0] > verify.MAX_ATTENTION
+    assert found[0].worst_attention.ratio < 1.5 and found[1].worst_attention.ratio > verify.MAX_ATTENTION
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -292,18 +295,18 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
 def test_a_wrong_kernel_is_caught(broken, dtype):
     for seed in range(3):
         found = verdict(seed, dtype, broken=broken)
-        assert found.missed and found.attention > 1.5 * verify.MAX_ATTENTION, str(found)
+        assert found.missed and found.attention.ratio > 1.5 * verify.MAX_ATTENTION, str(found)
 
 
 def test_a_window_that_is_ignored_is_caught():
     found = verdict(0, torch.bfloat16, "gpt-oss", broken=window_ignored)
-    assert found.attention > 10 * verify.MAX_ATTENTION and "attention of layer" in str(found)
+    assert found.attention.ratio > 10 * verify.MAX_ATTENTION and "attention of layer" in str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_wrong_positions_are_caught_by_log_probs(dtype):
     found = verdict(0, dtype, broken=positions_restarted)
-    assert found.attention <= verify.MAX_ATTENTION < verify.MAX_LOG_PROBS < found.log_probs, str(found)
+    assert found.attention.ratio <= verify.MAX_ATTENTION < verify.MAX_LOG_PROBS < found.outputs.ratio, str(found)
 
 
 @pytest.mark.parametrize("nests", [True, False])
@@ -366,9 +369,9 @@ def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
 def test_a_check_that_failed_is_due_again(monkeypatch):
     data, backend = _vision_rows([[1, 1]] * 2, [{"pixel_values": torch.ones(1)}] * 2)
     checks = Verification(backend, PrefixConfig(), None)
-    verdict = mock.Mock(side_effect=[torch.OutOfMemoryError(), verify.Verdict(0.0, 0.0, -1, 0.0, None, 0.0, "")])
+    verdict = mock.Mock(side_effect=[torch.OutOfMemoryError(), verify.Verdict(*[Figure(0.0, 1.0, "")] * 4)])
     monkeypatch.setattr(checks, "_verdict", verdict)
-    backend.shape = types.SimpleNamespace(recurrent_layers=0)
+    backend.shape, backend.output_names = types.SimpleNamespace(recurrent_layers=0), lambda flags: ["log_probs"]
     args = data, [Group.of_prompt((0, 1), 2, (2, 2))], 100, Plan(()), Loss(None)
     with pytest.raises(torch.OutOfMemoryError):
         checks.check(*args)
@@ -388,9 +391,9 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
             reduce_sum,
         )
 
-    assert found().log_probs == pytest.approx(5) and found().missed
+    assert found().outputs.ratio == pytest.approx(5) and found().missed
     seven_others = found(lambda values: [values[0] + 7, values[1] + 7, values[2] + 7])
-    assert seven_others.log_probs == pytest.approx(2) and not seven_others.missed
+    assert seven_others.outputs.ratio == pytest.approx(2) and not seven_others.missed
     assert found(ours=(float("nan"), 0.0)).missed
     assert not verify.compare(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none).missed
 
@@ -401,7 +404,9 @@ def test_a_part_without_noise_may_not_be_off(off):
     distances = iter([[0.0]] * 3 + [[0.0], [off]])  # perturbed, packed, phased
     part = types.SimpleNamespace(parts={"a part": []}, keep=lambda: [1.0], distances=lambda: next(distances))
     found = verify.compare(lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part)
-    assert found.missed == (off != 0) and found.part == ("a part" if off else "")
+    assert found.missed == (off != 0) and found.gradients.where == (
+        "gradients of a part from the stock path's" if off else ""
+    )
 
 
 def test_noise_is_where_the_output_is():

@@ -35,7 +35,7 @@ PLACES = {
     "core/offload.py:device_room": "core/test_offload.py:test_room_for_prefetching_leaves_an_eighth_of_the_device",
     "engine/headroom.py:Headroom.__init__": ROOM,
     "engine/headroom.py:Headroom.fits": f"{FAULTS}:test_an_engine_for_log_probs_alone_has_no_update_to_fit",
-    "engine/headroom.py:Headroom.keeps": f"{FAULTS}:test_what_another_engine_takes_between_updates_is_no_room",
+    "engine/headroom.py:Headroom.choose_memory": f"{FAULTS}:test_what_another_engine_takes_between_updates_is_no_room",
     "engine/headroom.py:Headroom.update": ROOM,
     "models/recurrent.py:Mamba2._chunk_scan":
         "models/test_recurrent_packages.py:test_models_are_those_of_hugging_face_by_functions_with_these_arguments",

@@ -163,13 +163,13 @@ def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bo
     return checkpointed and not shape.tower and option == "auto"
 
 
-def may_have_all_logits(shape: ModelShape, logits_chunk: int | None, one_copy: bool) -> bool:
+def may_have_all_logits(shape: ModelShape, logits_chunk: int | None, logits_once: bool) -> bool:
     """Whether updates have all logits of a pass at once where there is room; not for a vision model, as above.
 
     Args:
-        logits_chunk: of `PrefixConfig`. one_copy: whether outputs need logits once (`Backend.reads_logits_once`).
+        logits_chunk: of `PrefixConfig`. logits_once: whether outputs need logits once (`Backend.reads_logits_once`).
     """
-    return one_copy and logits_chunk is None and not shape.tower
+    return logits_once and logits_chunk is None and not shape.tower
 
 
 class _Added:

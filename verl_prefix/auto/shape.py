@@ -113,7 +113,7 @@ class ModelShape:
                 tokens += group.num_strand_tokens
                 head += group.num_strand_outputs
                 pairs += sum(
-                    self.pairs(strand.end - strand.start, strand.start) for strand in group.strands[group.outer :]
+                    self.pairs(strand.end - strand.start, strand.start) for strand in group.strands[group.num_outer :]
                 )
             if suffixes:
                 tokens += group.num_suffix_tokens

@@ -56,8 +56,10 @@ class FSDPBackend(HFBackend):
     def stock_facts(self) -> StockFacts:
         return self._stock_path.facts
 
-    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        return self._stock_path.batch(data, loss_function, forward_only)
+    def run_stock_path(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+    ) -> dict[str, Any]:
+        return self._stock_path.run(data, loss_function, forward_only)
 
     def memory(self, options: PrefixConfig) -> Memory:
         engine = self._engine

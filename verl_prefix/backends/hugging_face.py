@@ -2,7 +2,7 @@
 
 import functools
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -13,16 +13,13 @@ from tensordict import TensorDict
 from verl.utils import torch_functional
 from verl.utils.device import get_device_id, get_device_name
 
-from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import without_ulysses
 from verl_prefix.config.model import check_dealt, check_sequence_parallel
-from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.forward import PackedForward
+from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import Schedule
-from verl_prefix.engine.backend import Ranks, Replay, StockFacts
-from verl_prefix.engine.loss import LossFunction
+from verl_prefix.core.schedule import Schedule, Step
+from verl_prefix.engine.backend import Backend, Ranks, Replay
 from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models import vision
@@ -33,8 +30,8 @@ from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import check_adapters, check_dropout, check_supported
 
 
-class HFBackend(ABC):
-    """`engine.backend.Backend` of a Hugging Face model, on verl's FSDPEngine or an engine that derives from it.
+class HFBackend(Backend):
+    """A Hugging Face model on verl's FSDPEngine, or on an engine that derives from it.
 
     Args:
         engine: verl's.
@@ -53,18 +50,6 @@ class HFBackend(ABC):
             copies=size, slices=size, slice_group=engine.ulysses_parallel_group,
             writes=engine.is_mp_src_rank_with_outputs(),
         )  # fmt: skip
-
-    @property
-    @abstractmethod
-    def stock_facts(self) -> StockFacts: ...
-
-    @abstractmethod
-    def stock_batch(
-        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
-    ) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def memory(self, options: PrefixConfig) -> Memory: ...
 
     @abstractmethod
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
@@ -100,13 +85,13 @@ class HFBackend(ABC):
         return float(sum(shard.nbytes for shard in shards if shard.device.type != "cpu"))
 
     def schedule(
-        self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
+        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
     ) -> Schedule:  # fmt: skip
         return Schedule(
             PackedForward(
                 HookedModel(self._engine.module, replays=self.replay is not None),
-                outputs,
+                of_logits,
                 context=self.autocast,
                 sequence_group=self.ranks.slice_group,
                 **options,
@@ -135,13 +120,13 @@ class HFBackend(ABC):
         return policy_outputs(flags)
 
     def token_outputs(
-        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, is_one: bool,
+        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, unscaled: bool,
         processor: Callable[..., Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """Calls verl's prepare_model_outputs, as for one row."""
         labels = tokens["input_ids"].values()
         output_args = {
-            "temperature_is_one": is_one, "temperature_rmpad": temperature, "input_ids_rmpad_rolled": labels,
+            "temperature_is_one": unscaled, "temperature_rmpad": temperature, "input_ids_rmpad_rolled": labels,
             "pad_size": 0,
         }  # fmt: skip
         # Under sequence parallelism verl's engine would gather outputs here, and its processor cut the teacher's rows.

@@ -33,14 +33,14 @@ from verl_prefix.config.megatron import (
 )
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.errors import WITHOUT_SHARING
-from verl_prefix.core.forward import PackedForward
+from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import Schedule
-from verl_prefix.engine.backend import Ranks, Replay, StockFacts
+from verl_prefix.core.schedule import Schedule, Step
+from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import flags_of, policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
-from verl_prefix.engine.rows import ROUTES
+from verl_prefix.engine.rows import ROUTES, BatchRows
 from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models.mcore import (
     MegatronModel,
@@ -55,8 +55,8 @@ from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import check_supported
 
 
-class MegatronBackend:
-    """`engine.backend.Backend` of verl's MegatronEngine.
+class MegatronBackend(Backend):
+    """verl's MegatronEngine.
 
     Ranks of a tensor-parallel set and of a pipeline have the same rows and run the same plan; each has its heads, its
     part of every matrix and of the vocabulary, or its layers. The last stage alone has outputs and losses. Ranks of
@@ -128,12 +128,12 @@ class MegatronBackend:
         return 0.0  # the buffer that holds them is there before an update begins
 
     def schedule(
-        self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
+        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
     ) -> Schedule:  # fmt: skip
         stages = self._engine.engine_config.pipeline_model_parallel_size
         return (PipelineSchedule if stages > 1 else MegatronSchedule)(
-            PackedForward(MegatronModel(self._module), outputs, sequence_group=self.ranks.slice_group, **options),
+            PackedForward(MegatronModel(self._module), of_logits, sequence_group=self.ranks.slice_group, **options),
             step,
             None if forward_only else self._backward,
             offload=offload,
@@ -161,7 +161,7 @@ class MegatronBackend:
         return policy_outputs(flags)
 
     def token_outputs(
-        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, is_one: bool,
+        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, unscaled: bool,
         processor: Callable[..., Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """Calls verl's vocabulary-parallel functions, as does every rank of a tensor-parallel set."""
@@ -183,10 +183,12 @@ class MegatronBackend:
         size = unwrapped(self._module).output_layer.output_size_per_partition
         return torch.zeros((1, size), dtype=self.dtype, device=get_device_id())
 
-    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+    def run_stock_path(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+    ) -> dict[str, Any]:
         data, fused = data.copy(), self._engine.engine_config.use_fused_kernels  # as verl's engine was built
         tu.assign_non_tensor(data, use_fused_kernels=fused)
-        output: dict[str, Any] = self._engine.run_verls_own(data, loss_function, forward_only)
+        output: dict[str, Any] = self._engine.verls_forward_backward(data, loss_function, forward_only)
         return output
 
     def gradients(self) -> Gradients:
@@ -265,6 +267,11 @@ class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
             object.__setattr__(of_verl, "use_fused_kernels", False)  # they make log-probs of all tokens
         super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
         self.set_backend(MegatronBackend(self), engine_config)
+
+    def _prepared(self, rows: BatchRows) -> BatchRows:
+        """As `PrefixEngine._prepared`. Behind a top-k loss verl's `optimizer_step` frees what the allocator caches."""
+        self._distillation_use_topk_active = rows.flag("distillation_use_topk")
+        return super()._prepared(rows)
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
         """As `PrefixEngine._with_routes`, with -1 for tokens of R3 that verl sends where their router says: the last of

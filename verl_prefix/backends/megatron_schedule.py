@@ -30,7 +30,8 @@ class MegatronSchedule(Schedule):
             with self._recording(tokens):
                 self.run_passes(tokens, plan)
             return
-        # Auxiliary losses, which only packed passes have, are divided by all passes; dummies have none of them.
+        # Only packed passes have auxiliary losses, and dummies have none. mcore divides them by all passes. This weight
+        # undoes the dummies' share.
         model: Any = self.forward.model
         model.auxiliary_weight = len(plan.passes) / max(sum(bool(each.groups) for each in plan.passes), 1)
         try:

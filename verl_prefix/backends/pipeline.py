@@ -26,7 +26,7 @@ from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.prefix_cache import PrefixCache
-from verl_prefix.core.schedule import PhaseA, packed_layout
+from verl_prefix.core.schedule import PhaseA, layout_of
 from verl_prefix.models.mcore import unwrapped
 from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
 
@@ -47,9 +47,11 @@ class _MicroBatch(NamedTuple):
     where: tuple[str, str]
 
 
-def _micro_batch(planned: PackedPass, tokens: TokenBatch, around: PhaseA | None = None, part: str = "") -> _MicroBatch:
-    caches = around.caches if around else ()
-    return _MicroBatch(packed_layout(planned, tokens, around), caches, (planned.phase, part))
+def _micro_batch(
+    planned: PackedPass, tokens: TokenBatch, enclosing: PhaseA | None = None, part: str = ""
+) -> _MicroBatch:
+    caches = enclosing.caches if enclosing else ()
+    return _MicroBatch(layout_of(planned, tokens, enclosing), caches, (planned.phase, part))
 
 
 @dataclass(eq=False)
@@ -58,7 +60,7 @@ class PipelineSchedule(MegatronSchedule):
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
         assert plan.depth < 2, "stages run phases A apart, and would leave out what is nested in them"
-        device, stages = tokens.input_ids.device, Neighbours(unwrapped(self.module))
+        device, neighbours = tokens.input_ids.device, Neighbours(unwrapped(self.module))
         packed = [_micro_batch(each, tokens) for each in plan.packed]
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
         if self.backward is None:  # then nothing of a prefix is wanted after its waves
@@ -66,8 +68,8 @@ class PipelineSchedule(MegatronSchedule):
         with self.forward.model.grouped_attention():
             for phased in rounds:
                 micro_batches, packed = packed, []  # the first round has all packed passes
-                with ExitStack() as caches:
-                    begun = [self._begin(tokens, planned, stages, caches) for planned in phased]
+                with ExitStack() as open_caches:
+                    begun = [self._begin(tokens, planned, neighbours, open_caches) for planned in phased]
                     micro_batches += [
                         _micro_batch(wave, tokens, phase_a, planned.part(number))
                         for planned, phase_a, _ in begun
@@ -81,15 +83,16 @@ class PipelineSchedule(MegatronSchedule):
                         self._run_1f1b(tokens, micro_batches)
                     micro_batches.clear()  # and with them the caches that they read
                     while begun:
-                        self._phase_c(begun.pop(), stages, device)
+                        self._phase_c(begun.pop(), neighbours, device)
 
-    def _begin(self, tokens: TokenBatch, planned: PhasedPass, stages: Neighbours, caches: ExitStack) -> _Begun:
-        """Runs a phase A, between the stages before and after. `caches`: which closes its cache."""
-        cache = caches.enter_context(self.prefix_cache(tokens.input_ids.device))
-        read = stages.receive_hidden()
-        stages.take(read)
+    def _begin(self, tokens: TokenBatch, planned: PhasedPass, neighbours: Neighbours, open_caches: ExitStack) -> _Begun:
+        """Runs a phase A. Hidden states come from the stage before and go to the next one. `open_caches` frees
+        its cache."""
+        cache = open_caches.enter_context(self.prefix_cache(tokens.input_ids.device))
+        read = neighbours.receive_hidden()
+        neighbours.take(read)
         phase_a = self.phase_a(tokens, planned, cache)
-        stages.send_hidden(phase_a.output)
+        neighbours.send_hidden(phase_a.output)
         return _Begun(planned, phase_a, read)
 
     def _run_1f1b(self, tokens: TokenBatch, micro_batches: Sequence[_MicroBatch]) -> None:
@@ -116,14 +119,14 @@ class PipelineSchedule(MegatronSchedule):
 
             run_1f1b(self.module, forward, len(micro_batches), forward_only=self.backward is None)
 
-    def _phase_c(self, begun: _Begun, stages: Neighbours, device: torch.device) -> None:
+    def _phase_c(self, begun: _Begun, neighbours: Neighbours, device: torch.device) -> None:
         """Runs the backward of a phase A. It receives a gradient also where this stage trains no layer, since the next
         stage sends it."""
         if self.backward is None:
             return
         output, (cache,) = begun.phase_a.output, begun.phase_a.caches
-        grad = stages.receive_gradient(output)
+        grad = neighbours.receive_gradient(output)
         if output.requires_grad:
             with self.meter.phase("phase_c", begun.planned.groups, device):
                 cache.backward(output, grad)
-        stages.send_gradient(begun.read)
+        neighbours.send_gradient(begun.read)

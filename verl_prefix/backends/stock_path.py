@@ -118,12 +118,12 @@ class FSDPStockPath:
         attention = engine.module.config.get_text_config()._attn_implementation
         self.facts = StockFacts(
             dense_mask=not is_varlen(attention),
-            from_zeros=is_varlen(attention),
+            rows_begin_at_zero=is_varlen(attention),
             never_packs=engine.use_remove_padding and self._leak is not None,
             why_not_sharded=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
         )
 
-    def batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+    def run(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         """Computes a batch without the fused kernels that the user asked for. Its micro-batches have one row where
         packed rows would leak state, and each rank of a group computes them alone where verl's sequence parallelism
         would be wrong."""
@@ -143,7 +143,7 @@ class FSDPStockPath:
             towers_of_tensors(module), self._alone(data) if self.facts.why_not_sharded else nullcontext(),
             nullcontext() if self._replay is None else replaying(self._engine, self._replay),
         ):  # fmt: skip
-            output: dict[str, Any] = self._engine.run_verls_own(data, loss_function, forward_only)
+            output: dict[str, Any] = self._engine.verls_forward_backward(data, loss_function, forward_only)
         return output
 
     @contextmanager
@@ -171,8 +171,8 @@ class FSDPStockPath:
         Rows are padded instead where a loss needs its rows together, and where ranks have different numbers of rows:
         only verl can then even out their micro-batches. No token of a row sees padding.
         """
-        most, minus_fewest = self._ranks.max_over_ranks([len(data), -len(data)])
-        if most + minus_fewest or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
+        fewest, most = self._ranks.range_over_ranks(len(data))
+        if fewest < most or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
             tu.assign_non_tensor(data, use_remove_padding=False)
         else:
             tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)

@@ -45,11 +45,13 @@ class VeOmniBackend(HFBackend):
         # VeOmni's models run a tower for images and for videos, on zeros where a micro-batch has none.
         return StockFacts(
             dense_mask=not by_bounds, never_packs=False, why_not_sharded=None, equal_tower_runs=True,
-            from_zeros=by_bounds,
+            rows_begin_at_zero=by_bounds,
         )  # fmt: skip
 
-    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        output: dict[str, Any] = self._engine.run_verls_own(data, loss_function, forward_only)
+    def run_stock_path(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+    ) -> dict[str, Any]:
+        output: dict[str, Any] = self._engine.verls_forward_backward(data, loss_function, forward_only)
         return output
 
     def memory(self, options: PrefixConfig) -> Memory:
@@ -83,7 +85,7 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
         self.set_backend(VeOmniBackend(self), engine_config)
 
     def _maybe_apply_async_activation_offload(self, module: torch.nn.Module) -> None:
-        """Freezes the tower where asked to; verl's engine hands over the model here before it shards it."""
+        """Freezes the tower if asked to. verl calls this with the model before sharding it."""
         super()._maybe_apply_async_activation_offload(module)
         if self.engine_config.freeze_vision_tower:
             vision.tower_of(module).requires_grad_(False)

@@ -327,10 +327,8 @@ def _token_index(runs: Sequence[Run], device: torch.device) -> slice | torch.Ten
 
 
 def end_of(path: Path) -> int:
-    """The token of the prefix source that follows the last one of a path; 0 where the path is empty.
-
-    It names the path: a token of the prefix source has one history, so that paths with the same end are equal.
-    """
+    """Names a path by its end: the token of the prefix source that follows its last one, 0 where the path is empty. A
+    token of the prefix source has one history, so that paths with the same end are equal."""
     return sum(path[-1]) if path else 0
 
 

@@ -40,8 +40,9 @@ class annotate_errors(AbstractContextManager[None]):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         rows = [list(group.rows) for group in groups]
         own, outer = sum(g.num_strand_tokens for g in groups), sum(g.num_outer_tokens for g in groups)
-        held = f"{len(groups)} groups of rows {listed(rows)}, {f'{own} prefix and ' if own or not outer else ''}"
-        held += f"{sum(g.num_suffix_tokens for g in groups)} suffix tokens"
+        counts = [f"{own} prefix"] if own or not outer else []
+        counts += [] if phase in ("phase_a", "phase_c") else [f"{sum(g.num_suffix_tokens for g in groups)} suffix"]
+        held = f"{len(groups)} groups of rows {listed(rows)}, {' and '.join(counts)} tokens"
         held += f" after {outer} prefix tokens of phases A" if outer else ""
         self.where = f"{phase}{', ' if part else ''}{part}, rank {rank}: {held if groups else 'a dummy without rows'}"
 

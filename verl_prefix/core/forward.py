@@ -114,21 +114,21 @@ class PackedForward:
 
     def phase_a(
         self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, offloads: bool,
-        around: Sequence[PrefixCache],
+        outer_caches: Sequence[PrefixCache],
     ) -> torch.Tensor:  # fmt: skip
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
         Args:
             with_head: rows of this or another rank read outputs of strands, so lm_head runs on every rank.
             offloads: prefixes wait in host memory; attention outputs are not kept then.
-            around: caches of the phases A in which it is nested, the outermost first.
+            outer_caches: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
             [m, k], where the backward of phase C starts: the model's output of one token, or of the strand tokens that
             waves read.
         """
         keeps = self.keep_attention and not offloads
-        attention_pass = self.pass_type(layout, self.kernel, capture=cache, caches=around, keep_attention=keeps)
+        attention_pass = self._pass(layout, outer_caches, keeps, capture=cache)
         head_tokens = torch.tensor([layout.num_tokens - 1])
         of_logits: LogitsFn | None = _sum_logits if with_head else None
         if layout.reads is not None:
@@ -141,13 +141,16 @@ class PackedForward:
 
     def packed(self, tokens: TokenBatch, layout: Layout, caches: Sequence[PrefixCache]) -> PassOutputs:
         """The forward of a packed pass; `caches` are those of the phases A around it, the outermost first."""
-        if tokens.is_read is not None and layout.groups:
-            layout = layout.reading(tokens.is_read)
-        attention_pass = self.pass_type(layout, self.kernel, caches=caches, keep_attention=self.keep_attention)
+        attention_pass = self._pass(layout, caches, self.keep_attention)
         with self.context():
             of_logits = self.of_logits if layout.groups else _sum_logits
             outputs = self._run(tokens, layout.head_tokens, attention_pass, of_logits)
             return PassOutputs(layout, self._read(outputs, layout, caches))
+
+    def _pass(self, layout: Layout, caches: Sequence[PrefixCache], keeps: bool, **more: Any) -> AttentionPass:
+        keeps = keeps and torch.is_grad_enabled()  # for backward
+        made: AttentionPass = self.pass_type(layout, self.kernel, caches=caches, keep_attention=keeps, **more)
+        return made
 
     def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same

@@ -53,7 +53,7 @@ class Group:
         strands: every strand after its parent; none where no token comes before the suffixes.
         forks: of each row.
         first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.
-        outer: number of the strands, the first ones, that phases A around this pass compute: all of them in a wave.
+        num_outer: how many of the first strands phases A around this pass have computed: all of them in a wave.
     """
 
     rows: tuple[int, ...]
@@ -61,7 +61,7 @@ class Group:
     strands: tuple[Strand, ...]
     forks: tuple[Fork, ...]
     first_outputs: tuple[int, ...]
-    outer: int = 0
+    num_outer: int = 0
 
     @classmethod
     def of_prompt(cls, rows: tuple[int, ...], prefix_len: int, suffix_lens: tuple[int, ...]) -> "Group":
@@ -72,13 +72,13 @@ class Group:
 
     @functools.cached_property
     def num_strand_tokens(self) -> int:
-        """Number of tokens of the group's own strands, without the `outer` ones. In a group of one prompt it is P."""
-        return sum(strand.end - strand.start for strand in self.strands[self.outer :])
+        """Number of tokens of the group's own strands, without the outer ones. In a group of one prompt it is P."""
+        return sum(strand.end - strand.start for strand in self.strands[self.num_outer :])
 
     @property
     def num_outer_tokens(self) -> int:
-        """Number of tokens of the `outer` strands."""
-        return sum(strand.end - strand.start for strand in self.strands[: self.outer])
+        """Number of tokens of the outer strands: the first `num_outer`."""
+        return sum(strand.end - strand.start for strand in self.strands[: self.num_outer])
 
     @property
     def is_shared(self) -> bool:
@@ -95,7 +95,7 @@ class Group:
     def reads_strands(self) -> bool:
         """Whether some row reads outputs of tokens of the group's own strands."""
         pairs = zip(self.forks, self.first_outputs, strict=True)
-        return any(fork.start > first and fork.strand >= self.outer for fork, first in pairs)
+        return any(fork.start > first and fork.strand >= self.num_outer for fork, first in pairs)
 
     @property
     def num_strand_outputs(self) -> int:
@@ -104,7 +104,7 @@ class Group:
         for fork, first in zip(self.forks, self.first_outputs, strict=True):
             for strand, start, end in self.strands_before(fork) if fork.start > first else ():
                 read.setdefault(strand, set()).update(range(max(start, first), end))
-        return sum(len(tokens) for strand, tokens in read.items() if strand >= self.outer)
+        return sum(len(tokens) for strand, tokens in read.items() if strand >= self.num_outer)
 
     @property
     def num_suffix_tokens(self) -> int:
@@ -164,16 +164,18 @@ class Group:
         read = [i for i, (end, _) in enumerate(needed) if end]
         number = {-1: -1} | {i: n for n, i in enumerate(read)}
         # Outer strands stay as the passes around compute them.
-        ends = [(self.strands[i].end, self.strands[i].row) if i < self.outer else needed[i] for i in read]
+        ends = [(self.strands[i].end, self.strands[i].row) if i < self.num_outer else needed[i] for i in read]
         strands = tuple(
             Strand(row, self.strands[i].start, end, number[self.strands[i].parent])
             for i, (end, row) in zip(read, ends, strict=True)
         )
         forks = tuple(fork._replace(strand=number.get(fork.strand, -1)) for fork in self.forks)
-        return replace(self, strands=strands, forks=forks, outer=sum(i < self.outer for i in read))
+        return replace(self, strands=strands, forks=forks, num_outer=sum(i < self.num_outer for i in read))
 
     def for_phase_a(self, phase_a_ends: Mapping[int, int]) -> "Group":
-        """The group as a phase A with nested passes computes it. What follows is as if no two rows shared it.
+        """The group as a phase A with nested passes computes it. Each row's suffix is then all that follows phase A:
+        rows that share a later strand each count its tokens. Read its strands and outputs, not its number of suffix
+        tokens.
 
             group         strand [0, 10)                                suffixes of 3 and 5 tokens
             for_phase_a   strand [0, 6)                                 suffixes of 7 and 9 tokens, with phase_a_ends 6
@@ -199,8 +201,8 @@ class Group:
         """Some rows of the group as a pass computes them that is nested in the phase A of `for_phase_a`.
 
         Args:
-            phase_a_ends: as of `for_phase_a`.
-            members: as of `with_rows`.
+            phase_a_ends: see `for_phase_a`.
+            members: see `with_rows`.
         """
         ends = self._ends(phase_a_ends)
         # New numbers of what phase A computes of each strand, and of the rest of each strand.
@@ -217,13 +219,13 @@ class Group:
                 parent = above_number[i] if i in above_number else number_before(strand.parent, strand.start)
                 strands.append(strand._replace(start=max(end, strand.start), parent=parent))
         forks = tuple(fork._replace(strand=number_before(*fork)) for fork in self.forks)
-        return replace(self, strands=tuple(strands), forks=forks, outer=outer).with_rows(members).pruned()
+        return replace(self, strands=tuple(strands), forks=forks, num_outer=outer).with_rows(members).pruned()
 
     def _ends(self, phase_a_ends: Mapping[int, int]) -> list[int]:
         """For each strand, the token before which phase A stops; the strand's own start where phase A computes none of
         it."""
         return [
-            strand.end if i < self.outer else max(strand.start, min(strand.end, phase_a_ends[strand.row]))
+            strand.end if i < self.num_outer else max(strand.start, min(strand.end, phase_a_ends[strand.row]))
             for i, strand in enumerate(self.strands)
         ]
 

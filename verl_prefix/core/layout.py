@@ -57,7 +57,7 @@ class Layout:
         reads: outputs that rows read; None: those of all suffix tokens, and in a phase A, which has no suffixes, none.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
             segments continue them, in the order of their ends.
-        around: of a nested pass, the packed row of the phase A around it; else None.
+        enclosing: of a nested pass, the packed row of the phase A around it; else None.
         num_strands: the first segments, which are strands.
         kind: which forward it is for; the same on every rank, also where this rank has a dummy.
     """
@@ -68,7 +68,7 @@ class Layout:
     strand_starts: Mapping[int, int] = field(default_factory=dict)
     reads: Reads | None = None
     state_paths: tuple[Path, ...] = ()
-    around: "Layout | None" = None
+    enclosing: "Layout | None" = None
     num_strands: int = 0
     kind: Kind = "packed"
     _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
@@ -85,7 +85,7 @@ class Layout:
     @property
     def sources(self) -> "tuple[Layout, ...]":
         """The packed row of each level: those around this packed row, the outermost first, and itself."""
-        return (*(self.around.sources if self.around else ()), self)
+        return (*(self.enclosing.sources if self.enclosing else ()), self)
 
     @functools.cached_property
     def level_starts(self) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class Layout:
                 for strand, start, end in group.strands_before(fork) if num_outputs else ():
                     steps[strand][0] += 1
                     steps[strand][end - start] -= 1
-            counts += [step.cumsum(0)[:-1] for step in steps[group.outer :]]
+            counts += [step.cumsum(0)[:-1] for step in steps[group.num_outer :]]
         of_suffixes = torch.full((self.num_tokens - self.num_strand_tokens,), int(bool(self.groups)))
         return torch.cat([*counts, of_suffixes])
 
@@ -115,8 +115,8 @@ class Layout:
     def states(self) -> StateIndex:
         """The states that recurrent layers leave in this packed row, and the states that its segments start from."""
         strands, suffixes = self.segments[: self.num_strands], self.segments[self.num_strands :]
-        around = [source.states for source in self.sources[:-1]]
-        return StateIndex(strands, suffixes, self.own_start, self.state_paths, around)
+        outer_states = [source.states for source in self.sources[:-1]]
+        return StateIndex(strands, suffixes, self.own_start, self.state_paths, outer_states)
 
     @property
     def read_places(self) -> torch.Tensor:
@@ -174,22 +174,22 @@ class _MemberRow(NamedTuple):
 
 
 def build_layout(
-    groups: Sequence[Group], offsets: Sequence[int], kind: Kind = "packed", around: Layout | None = None
+    groups: Sequence[Group], offsets: Sequence[int], kind: Kind = "packed", enclosing: Layout | None = None
 ) -> Layout:
     """Builds the packed row of `groups`, best in `pass_order`. Without anything to compute it is a dummy: one token of
     the batch that reads itself, which keeps a rank's collectives in step.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        around: for a nested pass: the packed row of the phase A around it, which has the `outer` strands of
+        enclosing: for a nested pass: the packed row of the phase A around it, which has the outer strands of
             these groups.
     """
-    strand_starts = dict(around.strand_starts) if around else {}
-    own_start = end = around.own_start + around.num_strand_tokens if around else 0
+    strand_starts = dict(enclosing.strand_starts) if enclosing else {}
+    own_start = end = enclosing.own_start + enclosing.num_strand_tokens if enclosing else 0
     strands, suffixes, rows = [], [], []
     for group in groups:
         places = [int(offsets[strand.row]) + strand.start for strand in group.strands]
-        own = [*zip(places, group.strands, strict=True)][group.outer :]
+        own = [*zip(places, group.strands, strict=True)][group.num_outer :]
         for place, strand in own:
             strand_starts[place] = end
             end += strand.end - strand.start
@@ -211,9 +211,9 @@ def build_layout(
         segments=tuple(segment for _, segment in computed),
         groups=tuple(groups),
         strand_starts=strand_starts,
-        reads=_reads(rows, (*(around.level_starts if around else ()), own_start), end - own_start, kind),
+        reads=_reads(rows, (*(enclosing.level_starts if enclosing else ()), own_start), end - own_start, kind),
         state_paths=tuple(sorted(state_paths, key=end_of)),
-        around=around,
+        enclosing=enclosing,
         num_strands=len(strands),
         kind=kind,
     )

@@ -21,7 +21,7 @@ from verl_prefix.core.plan import PackedPass, PhasedPass, first_fit
 _MOST_TRIED = 8  # phases A of each kind that are tried for one stretch
 
 
-_Leaf = tuple[int, tuple[int, ...]]  # tokens, and rows, counted from 0 in the group
+_Load = tuple[int, tuple[int, ...]]  # tokens, and rows, counted from 0 in the group
 
 
 class _Stretch(NamedTuple):
@@ -36,7 +36,7 @@ class _Stretch(NamedTuple):
     strand: int
     end: int
     length: int
-    units: list[_Leaf]
+    units: list[_Load]
     next: list[int]
 
 
@@ -53,7 +53,7 @@ class _PhaseAChoice(NamedTuple):
 
     stretches: frozenset[int]
     tokens: int
-    units: list[_Leaf]
+    units: list[_Load]
     unit_tokens: int
     longest_unit: int
     next: list[int]
@@ -75,7 +75,7 @@ class _Way(NamedTuple):
     forwards: int
     phase_a: frozenset[int]
     inner: "tuple[tuple[int, _Way], ...]"
-    leaves: tuple[_Leaf, ...]
+    leaves: tuple[_Load, ...]
     room: int
 
 
@@ -135,7 +135,7 @@ class Nesting:
         """Fills `_stretches`; returns whether the tree can be nested: it has two stretches or more, and in every unit
         the rows without a suffix lie on the path of the row with the longest one."""
         group, outputs = self._group, self._group.output_lens
-        units_of: dict[int, dict[int, list[_Leaf]]] = {}  # of each strand: units, by where they leave it
+        units_of: dict[int, dict[int, list[_Load]]] = {}  # of each strand: units, by where they leave it
         for start, end in group.units():
             last = max(range(start, end), key=lambda i: group.suffix_lens[i])
             path = {strand: until for strand, _, until in group.strands_before(group.forks[last])}
@@ -242,7 +242,7 @@ class Nesting:
         fit = [i for i in choice.next if self._sizes[i] <= room]
         inner = tuple((i, best[i, alive]) for i in self._apart(choice, alive))
 
-        def way(passes: int, largest: int, leaves: Sequence[_Leaf] = ()) -> _Way:
+        def way(passes: int, largest: int, leaves: Sequence[_Load] = ()) -> _Way:
             peak = max([choice.tokens, alive + largest, *(each.peak for _, each in inner)])
             forwards = 1 + passes + sum(each.forwards for _, each in inner)
             return _Way(peak, forwards, choice.stretches, inner, tuple(leaves), room)
@@ -294,10 +294,10 @@ def _spread(items: Sequence[int]) -> Sequence[int]:
     return [items[i * (len(items) - 1) // (_MOST_TRIED - 1)] for i in range(_MOST_TRIED)]
 
 
-def _bins(leaves: Sequence[_Leaf], room: int) -> list[list[_Leaf]]:
+def _bins(leaves: Sequence[_Load], room: int) -> list[list[_Load]]:
     """Puts leaves into few bins that have room. Neighbours, which read the same path, stay together where that takes no
     more bins."""
-    bins: list[list[_Leaf]] = []
+    bins: list[list[_Load]] = []
     used = room
     for leaf in leaves:
         if used + leaf[0] > room:
@@ -310,7 +310,7 @@ def _bins(leaves: Sequence[_Leaf], room: int) -> list[list[_Leaf]]:
     return min(bins, first_fit(leaves, lambda leaf: leaf[0], room), key=len)
 
 
-def _even_bins(leaves: Sequence[_Leaf], room: int) -> list[list[_Leaf]]:
+def _even_bins(leaves: Sequence[_Load], room: int) -> list[list[_Load]]:
     """Puts leaves into as few bins as `_bins` does, in less room where that is enough."""
     bins = _bins(leaves, room)
     even = -(-sum(tokens for tokens, _ in leaves) // max(len(bins), 1))

@@ -44,8 +44,8 @@ class PhasedPass:
     Without groups phases A and C are dummies as in `PackedPass`.
 
     Nested passes read strands of phase A, and of all phases A around it. Waves compute suffixes alone; other nested
-    passes also compute the strands that follow those of phase A. The groups here are as of `Group.for_phase_a`, and
-    those of nested passes as of `Group.for_nested_pass`.
+    passes also compute the strands that follow those of phase A. The groups here are those of `Group.for_phase_a`,
+    and nested passes have those of `Group.for_nested_pass`.
 
     Attributes:
         groups: the groups whose prefixes phase A computes, with the rows of nested passes.
@@ -137,8 +137,8 @@ class Plan:
         return [phased[start : start + size] for start in range(0, len(phased), size)] or [[]]
 
     def with_last_tokens(self) -> "Plan":
-        """The plan that also computes the last token of each row, whose output nobody reads: a `TokenBatch.is_read`
-        leaves it out. Passes are longer by a token per row."""
+        """The plan that also computes the last token of each of its rows, whose output nobody reads: a
+        `TokenBatch.is_read` leaves it out. Passes are longer by a token per row."""
 
         def longer(group: Group) -> Group:
             return replace(group, suffix_lens=tuple(n + 1 for n in group.suffix_lens))

@@ -111,9 +111,9 @@ class _Best(NamedTuple):
 def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     """Cuts the group between rows into pieces that fit the budget; with `suffixes=False` only their strands have to.
 
-    A piece has at least one suffix, however long that suffix and its path are. Of all ways to cut the group it takes
-    the way with the fewest tokens to compute; of several such ways that with the fewest pieces; then, in trees, that
-    whose largest piece is smallest; then that whose first pieces are longest.
+    A piece has at least one suffix, however long that suffix and its path are. Of all ways to cut the group between
+    neighbouring rows it takes the way with the fewest tokens to compute; of several such ways that with the fewest
+    pieces; then, in trees, that whose largest piece is smallest; then that whose first pieces are longest.
     """
     if (group.num_physical_tokens if suffixes else group.num_strand_tokens) <= budget:
         return [group]
@@ -160,8 +160,8 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[PackedPass, .
                 used = 0
             used += num_tokens
             waves[-1][number] = waves[-1].get(number, (start, end))[0], end
-    outer = [replace(group, outer=len(group.strands)) for group in groups]  # phase A computes all strands
-    in_waves = (tuple(outer[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
+    in_wave = [replace(group, num_outer=len(group.strands)) for group in groups]  # phase A computes all strands
+    in_waves = (tuple(in_wave[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
     return tuple(PackedPass(pieces, is_wave=True) for pieces in in_waves)
 
 
@@ -187,7 +187,7 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
     """The plan with waves of at most `tokens` suffix tokens, or of one row. No pass's largest wave grows.
 
     Args:
-        plan: as of `make_plan`, before `pad_to_same_passes`.
+        plan: from `make_plan`, before `pad_to_same_passes`.
     """
 
     def limited(planned: PackedPass | PhasedPass) -> PackedPass | PhasedPass:

@@ -1,8 +1,8 @@
 """Runs a plan, in the phases of README.md: packed passes; and phases A, B and C, where B is passes nested in A and C.
 
-B needs the memory of one wave, and A and C happen once however many waves there are. This module knows neither verl nor
-losses: what a forward returns goes to `step` where `run` computes a whole plan, or to a caller of `forwards` that calls
-backward itself (`api`).
+B needs the memory of one nested pass at a time, and A and C happen once however many there are. This module knows
+neither verl nor losses: what a forward returns goes to `step` where `run` computes a whole plan, or to a caller of
+`forwards` that calls backward itself (`api`).
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -96,23 +96,23 @@ class Schedule:
 
     @contextmanager
     def _phases_a_and_c(
-        self, tokens: TokenBatch, planned: PhasedPass, around: PhaseA | None, last: bool
+        self, tokens: TokenBatch, planned: PhasedPass, enclosing: PhaseA | None, last: bool
     ) -> Iterator[PhaseA]:
         device = tokens.input_ids.device
         with self.prefix_cache(device) as cache:
-            done = self.phase_a(tokens, planned, cache, around)
+            done = self.phase_a(tokens, planned, cache, enclosing)
             yield done
             if done.output.requires_grad:
                 with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
                     cache.backward(done.output)
 
     def _packed(
-        self, tokens: TokenBatch, planned: PackedPass, last: bool, around: PhaseA | None = None, part: str = ""
+        self, tokens: TokenBatch, planned: PackedPass, last: bool, enclosing: PhaseA | None = None, part: str = ""
     ) -> Generator[PassOutputs]:
-        layout = packed_layout(planned, tokens, around)
+        layout = layout_of(planned, tokens, enclosing)
         phase = self.meter.phase(planned.phase, planned.groups, tokens.input_ids.device, part)
         with phase, self.gradient_sync(last):
-            yield self.forward.packed(tokens, layout, around.caches if around else ())
+            yield self.forward.packed(tokens, layout, enclosing.caches if enclosing else ())
 
     def _nested(self, tokens: TokenBatch, planned: PhasedPass, done: PhaseA, last: bool) -> Generator[PassOutputs]:
         # Where only lm_head is trained there is no phase C, and the backward before it is the last one.
@@ -131,21 +131,20 @@ class Schedule:
         return OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache()
 
     def phase_a(
-        self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, around: PhaseA | None = None
+        self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, enclosing: PhaseA | None = None
     ) -> PhaseA:
         """Runs the prefixes of a pass, which `cache` gets."""
-        layout_around, caches = (around.layout, around.caches) if around else (None, ())
-        layout = build_layout(planned.groups, tokens.offsets, "phase_a", layout_around)
+        layout, caches = layout_of(planned, tokens, enclosing), enclosing.caches if enclosing else ()
         with self.meter.phase("phase_a", planned.groups, tokens.input_ids.device), cache.saving():
-            if layout.reads is not None and tokens.is_read is not None:
-                layout = layout.reading(tokens.is_read)
             output = self.forward.phase_a(
-                tokens, layout, cache, with_head=planned.reads_strands, offloads=self.offload, around=caches
+                tokens, layout, cache, with_head=planned.reads_strands, offloads=self.offload, outer_caches=caches
             )
         return PhaseA(layout, output, (*caches, cache))
 
 
-def packed_layout(planned: PackedPass, tokens: TokenBatch, around: PhaseA | None = None) -> Layout:
-    """The packed row of a packed pass, which may be nested in the phase A `around`."""
-    kind: Kind = "wave" if planned.is_wave else "packed"
-    return build_layout(planned.groups, tokens.offsets, kind, around.layout if around else None)
+def layout_of(planned: PackedPass | PhasedPass, tokens: TokenBatch, enclosing: PhaseA | None = None) -> Layout:
+    """The packed row of a packed pass, or of a phase A. The pass may be nested in the phase A `enclosing`."""
+    kind: Kind = "phase_a" if isinstance(planned, PhasedPass) else "wave" if planned.is_wave else "packed"
+    layout = build_layout(planned.groups, tokens.offsets, kind, enclosing.layout if enclosing else None)
+    has_outputs = layout.reads is not None if kind == "phase_a" else bool(layout.groups)
+    return layout.reading(tokens.is_read) if tokens.is_read is not None and has_outputs else layout

@@ -32,7 +32,7 @@ class StateIndex:
         strands, suffixes: segments of the packed row.
         own_start: where the packed row's own strands begin in the prefix source.
         paths: `Layout.state_paths`.
-        around: the states of the packed rows around, the outermost first.
+        outer_states: the states of the packed rows around, the outermost first.
 
     Attributes:
         suffixes: the suffixes, which read themselves, as spans of their tokens alone.
@@ -41,10 +41,10 @@ class StateIndex:
 
     def __init__(
         self, strands: Sequence[Segment], suffixes: Sequence[Segment], own_start: int, paths: Sequence[Path],
-        around: Sequence["StateIndex"],
+        outer_states: Sequence["StateIndex"],
     ) -> None:  # fmt: skip
         self._segments: dict[SegmentKind, Sequence[Segment]] = {"strands": strands, "suffixes": suffixes}
-        self._own_start, self._paths, self._around = own_start, paths, around
+        self._own_start, self._paths, self._outer_states = own_start, paths, outer_states
         bounds = (0, *accumulate(segment.length for segment in suffixes))
         self.suffixes = Spans(bounds, bounds)
         self.numbers = {end_of(path): number for number, path in enumerate(paths)}
@@ -84,7 +84,7 @@ class StateIndex:
         """
         if (of, device) not in self._initial:
             ends = [(i, end_of(segment.path)) for i, segment in enumerate(self._segments[of])]
-            levels = [*self._around, *((self,) if of == "suffixes" else ())]
+            levels = [*self._outer_states, *((self,) if of == "suffixes" else ())]
             initial = []
             for level, index in enumerate(levels):
                 pairs = [(i, index.numbers[end]) for i, end in ends if end in index.numbers]

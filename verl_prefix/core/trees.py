@@ -175,17 +175,21 @@ def mix_rows(tokens: torch.Tensor, offsets: Sequence[int], values: Sequence[int]
     return mix(tokens) ^ torch.tensor(values, dtype=torch.int64).repeat_interleave(lens)
 
 
+_WITHIN, _WITH_SUFFIX, _STRAND = range(3)  # kinds of what follows a strand: a row without a suffix, with one, a strand
+
+
 def _groups(
     strands: Sequence[Strand], forks: dict[int, Fork], lens: Sequence[int], first_outputs: Sequence[int]
 ) -> list[Group]:
     """Makes a group of each strand without a parent and all after it, depth first, and of each other row."""
-    # What follows a strand: (first token, kind, number), where kind is 0 for a row without a suffix, 1 for a row
-    # with a suffix, and 2 for a strand.
+    # What follows a strand: (first token, kind, number of the row or strand).
     below: dict[int, list[tuple[int, int, int]]] = {}
     for row, fork in forks.items():
-        below.setdefault(fork.strand, []).append((fork.start, int(fork.start < lens[row] - 1), row))
+        below.setdefault(fork.strand, []).append(
+            (fork.start, _WITH_SUFFIX if fork.start < lens[row] - 1 else _WITHIN, row)
+        )
     for number, strand in enumerate(strands):
-        below.setdefault(strand.parent, []).append((strand.start, 2, number))
+        below.setdefault(strand.parent, []).append((strand.start, _STRAND, number))
     groups = []
     for _, kind, item in below.get(-1, ()):
         order: list[int] = []
@@ -193,7 +197,7 @@ def _groups(
         todo = [(0, kind, item)]
         while todo:
             _, kind, item = todo.pop()
-            if kind == 2:
+            if kind == _STRAND:
                 order.append(item)
                 todo += sorted(below.get(item, ()), reverse=True)
             else:

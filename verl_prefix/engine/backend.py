@@ -2,10 +2,9 @@
 
 An engine is a class with `PrefixEngine` left of verl's own; its constructor sets `prefix_config`, lets verl's engine
 build, and ends with `set_backend`. Of verl's engine `PrefixEngine` uses `train_batch`, `forward_backward_batch` (by
-`run_verls_own`, which `stock_batch` calls), `initialize`, `load_checkpoint`, `disable_adapter` and `model_config`; of
-its config `ppo_epochs`, and what `config.actor.role_of` reads; with `prefix.trace_dir` also `engine_config` and
-`optimizer_config`. A schedule has what `core.schedule.Schedule` has: `run`,
-a `meter`, and `forward.keep_attention`.
+`verls_forward_backward`, which `run_stock_path` calls), `initialize`, `load_checkpoint`, `disable_adapter` and
+`model_config`; of its config `ppo_epochs`, and what `config.actor.role_of` reads; with `prefix.trace_dir` also
+`engine_config` and `optimizer_config`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +20,9 @@ from verl.utils.device import get_device_id
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.options import PrefixConfig
+from verl_prefix.core.forward import LogitsFn
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.schedule import Schedule, Step
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.self_check import Gradients
 
@@ -57,6 +57,11 @@ class Ranks:
         below 2**53. Every rank calls it."""
         return _reduce(values, dist.ReduceOp.MAX)
 
+    def range_over_ranks(self, value: int) -> tuple[int, int]:
+        """Smallest and largest value of all ranks. Every rank calls it."""
+        largest, negated = self.max_over_ranks([value, -value])
+        return -int(negated), int(largest)
+
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over all ranks, copies included. Every rank calls it."""
         return _reduce(values, dist.ReduceOp.SUM)
@@ -78,15 +83,15 @@ class StockFacts(NamedTuple):
         why_not_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
             computes whole rows; None: it is right.
         equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows.
-        from_zeros: in verl's packed micro-batches a row begins wherever a position id is 0. Else it begins wherever
-            they do not go up by 1, or nobody reads them.
+        rows_begin_at_zero: verl starts a packed row at every position id 0. If False, it starts one where ids do not
+            go up by 1, or reads no ids.
     """
 
     dense_mask: bool
     never_packs: bool
     why_not_sharded: str | None
     equal_tower_runs: bool = False
-    from_zeros: bool = False
+    rows_begin_at_zero: bool = False
 
 
 class Replay(NamedTuple):
@@ -154,13 +159,13 @@ class Backend(Protocol):
         """Bytes of this rank's gradients, which an update will hold; 0 in an engine for log-probs alone."""
 
     def schedule(
-        self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
+        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
     ) -> Schedule:  # fmt: skip
         """A schedule that runs plans on this model, with its autocast and its synchronisation of gradients.
 
         Args:
-            outputs, options: of `core.forward.PackedForward`. step, offload, meter: of `core.schedule.Schedule`.
+            of_logits, options: of `core.forward.PackedForward`. step, offload, meter: of `core.schedule.Schedule`.
             forward_only: without backward.
         """
 
@@ -174,7 +179,7 @@ class Backend(Protocol):
         """Names of `token_outputs` by these flags; the first is one that losses have a gradient in."""
 
     def token_outputs(
-        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, is_one: bool,
+        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, unscaled: bool,
         processor: Callable[..., Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """verl's outputs of tokens, `output_names` among them, [n] each.
@@ -183,7 +188,7 @@ class Backend(Protocol):
             logits: [n, this rank's part of the vocabulary].
             tokens: one row as verl's micro-batch: labels as `input_ids`, jagged [1, n] int64, the teacher's rows, and
                 verl's flags (`outputs.FLAGS`).
-            temperature: [n] float32. is_one: all of it is known to be 1.
+            temperature: [n] float32. unscaled: all of it is known to be 1.
             processor: verl's function of logits, under `distillation_use_topk`.
         """
 
@@ -193,7 +198,9 @@ class Backend(Protocol):
     def logits_like(self) -> torch.Tensor:
         """Logits [1, this rank's part of the vocabulary] of a made-up token."""
 
-    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+    def run_stock_path(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+    ) -> dict[str, Any]:
         """Computes a batch on the stock path; returns verl's output."""
 
     def gradients(self) -> Gradients:

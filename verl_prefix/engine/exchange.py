@@ -61,21 +61,28 @@ class Exchange:
         return {} if outputs == {} else self._travel.give_back(outputs)
 
 
-def open_exchange(backend: Backend, option: str, batch: BatchRows, trees: TreeRule, loss: Loss) -> Exchange:
+def open_exchange(
+    backend: Backend, option: str, batch: BatchRows, trees: TreeRule, loss: Loss, leaves_out: bool
+) -> Exchange:
     """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`.
 
     Args:
         option: `prefix.exchange`. trees: what rows share besides whole prompts.
+        leaves_out: dead rows are marked, in the batch, since they cost nothing, and in the rows that are computed.
 
     Raises:
         ExchangeError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
     ranks = _exchanging_ranks(backend, option, loss)
+    if leaves_out:
+        batch.dead = loss.dead(batch)
     travel = None if ranks is None else Travel(batch, ranks)
     is_cut = travel.place_rows(backend.shape, trees) if travel else None
     computed = travel.send_rows() if travel and travel.moves.any_travels else batch
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
+        if leaves_out:
+            computed.dead = loss.dead(computed)
         if is_cut is None:
             is_cut = trees.cuts_rows(computed.uids, computed.keys)
         groups = group_rows(computed, trees, is_cut)

@@ -90,9 +90,9 @@ def tokens_by_trees(rows: BatchRows, trees: TreeRule, groups: Sequence[Group]) -
 def _tree_tokens(rows: BatchRows, trees: TreeRule, cuts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Mixes tokens with all else that must be equal where rows share: [N] int64.
 
-    That is positions, pixels, temperature, experts up to a row's last cut, the uid where `trees.over` is uid, and the
-    whole prompt where it is off. A token is mixed with the experts of the token before it: rows share n tokens where
-    the next one is equal, too, which may go to other experts. Under top-k distillation a response is its row's own,
+    A token's number also names its position, pixels and temperature, and, up to a row's last cut, the experts of the
+    token before it, since of n shared tokens the next one may go to other experts. With `trees.over` uid it names the
+    uid, with off the whole prompt. Under top-k distillation a response is its row's own,
     also where other rows have it in their prompts: its outputs are made with the teacher's rows of this row.
     """
     ids, positions = (rows.data[name].values().cpu() for name in ("input_ids", "position_ids"))

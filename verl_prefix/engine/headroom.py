@@ -50,16 +50,16 @@ class Headroom:
             self._room = room if self._room is None else min(self._room, room)
             self._allocated_after_last = torch.cuda.memory_allocated()
 
-    def keeps(self, plan: Plan, costs: CostModel, option: str, one_copy: bool) -> Memory:
+    def choose_memory(self, plan: Plan, costs: CostModel, option: str, logits_once: bool) -> Memory:
         """Decides what this update keeps, the same on every rank: attention's outputs and all logits of a pass,
         attention's outputs alone, or neither.
 
         Args:
-            plan: this rank's. option: `prefix.keep_attention`. one_copy: `Backend.reads_logits_once`.
+            plan: this rank's. option: `prefix.keep_attention`. logits_once: `Backend.reads_logits_once`.
         """
         shape, least = costs.shape, costs.memory
         attention = may_keep_attention(shape, least.checkpointed, option)
-        all_logits = may_have_all_logits(shape, least.logits_chunk, one_copy)
+        all_logits = may_have_all_logits(shape, least.logits_chunk, logits_once)
         if least.stages > 1 or not (attention or all_logits):
             return least
         more = replace(least, attention_kept=attention)

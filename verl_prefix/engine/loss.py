@@ -109,7 +109,7 @@ class Loss:
         floats = {name: data[name] for name in names if isinstance(data[name], torch.Tensor)}
         return {name: x.values() if x.is_nested else x for name, x in floats.items() if x.is_floating_point()}
 
-    def reads_masked(self, data: TensorDict) -> bool:
+    def needs_masked_outputs(self, data: TensorDict) -> bool:
         """Whether outputs count where response_mask is 0. They do in a user's loss. They also do where something that
         the loss reads is not finite, since on the stock path a masked NaN spoils the update, too. A critic's all count,
         since its head costs nothing."""
@@ -133,7 +133,7 @@ class Loss:
                 f"{SKIP_ZERO_ADVANTAGE}=False"
             )
         data = rows.data
-        if rows.flag("return_model_output") or self.reads_masked(data):
+        if rows.flag("return_model_output") or self.needs_masked_outputs(data):
             return frozenset()
         pairs = zip(data["advantages"].unbind(), data["response_mask"].unbind(), strict=True)
         lives = [(advantages * mask).any() for advantages, mask in pairs]

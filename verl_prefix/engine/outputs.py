@@ -53,7 +53,8 @@ class TokenOutputs:
     """Outputs of a mini-batch's suffix tokens, of `Backend.output_names`.
 
     Args:
-        reads_masked: whether somebody reads outputs where response_mask is 0; if not, lm_head leaves those tokens out.
+        needs_masked_outputs: whether somebody reads outputs where response_mask is 0. If not, lm_head leaves those
+            tokens out.
         last_tokens: rows' last tokens are computed too, without lm_head.
         processor: under `distillation_use_topk`, verl's function of logits and the teacher's rows.
 
@@ -62,7 +63,7 @@ class TokenOutputs:
     """
 
     def __init__(
-        self, backend: Backend, rows: BatchRows, reads_masked: bool, last_tokens: bool = False,
+        self, backend: Backend, rows: BatchRows, needs_masked_outputs: bool, last_tokens: bool = False,
         processor: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         self.backend, self.rows, data = backend, rows, rows.data
@@ -73,7 +74,7 @@ class TokenOutputs:
             pixels = PixelBatch(pixels, input_ids.values().cpu(), offsets, config)
         self._flags = flags_of(data)
         self.names = backend.output_names(self._flags)
-        is_read = None if reads_masked else self._is_read()
+        is_read = None if needs_masked_outputs else self._is_read()
         leaves_gaps = is_read is not None or rows.dead
         fills = leaves_gaps and "log_probs" in self.names
         self._old_log_probs = rows.at_suffixes("old_log_probs") if fills else None
@@ -148,7 +149,7 @@ class TokenOutputs:
         jagged = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in values.items()}
         outputs = self.backend.token_outputs(
             logits, tu.get_tensordict(jagged, dict(self._flags)), self._token_temperature[index],
-            is_one=is_unscaled(self.rows.data), processor=self._processor,
+            unscaled=is_unscaled(self.rows.data), processor=self._processor,
         )  # fmt: skip
         columns = [outputs[name] for name in self.names]
         dtype = functools.reduce(torch.promote_types, (x.dtype for x in columns))
@@ -160,9 +161,9 @@ class TokenOutputs:
         return self.from_logits(index, self.backend.logits_like())[:0]
 
     def scatter_to_rows(self, layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Puts every output at its position in its row, with zeros in the prompt: verl's nested full-length form. A
-        token without an output, since lm_head left it out or its row is dead, gets entropy 0 and its old log-prob. That
-        is so in updates whose outputs nobody gets back, and whose loss masks these tokens or multiplies them by 0.
+        """Puts each output at its place in its row, in verl's nested full-length form. Prompts get zeros. Response
+        tokens without an output, which lm_head left out or whose row is dead, get entropy 0 and their old log-prob. The
+        loss masks these tokens, or multiplies them by 0, and nobody gets their outputs back.
 
         Args:
             layout: of a pass. outputs: [outputs that are read, k]. offsets: of its rows, one after the other.

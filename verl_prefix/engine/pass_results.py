@@ -40,7 +40,7 @@ class PassResults:
             the rank has others.
 
     Attributes:
-        keeps_model_output: whether outputs of rows are wanted, on every rank or on none.
+        returns_outputs: whether outputs of rows are wanted, on every rank or on none.
         token_outputs: what makes outputs of tokens, then of rows.
     """
 
@@ -51,9 +51,9 @@ class PassResults:
         is_topk = loss.sums_rows and rows.flag("distillation_use_topk")
         self._data = rows.data.exclude(ROUTES, *(TEACHER if is_topk else ()))
         self._backend, self._loss = backend, loss
-        self.keeps_model_output = forward_only or rows.flag("return_model_output")
-        reads_masked = self.keeps_model_output or loss.reads_masked(rows.data)
-        self.token_outputs = TokenOutputs(backend, rows, reads_masked, last_tokens, loss.function)
+        self.returns_outputs = forward_only or rows.flag("return_model_output")
+        needs_masked_outputs = self.returns_outputs or loss.needs_masked_outputs(rows.data)
+        self.token_outputs = TokenOutputs(backend, rows, needs_masked_outputs, last_tokens, loss.function)
         self._padding = rows.padding if hides_padding else set[int]()
         self._results: list[_Result] = []
 
@@ -83,23 +83,23 @@ class PassResults:
     def finish(self, plan: Plan) -> tuple[list[dict[str, Any]], list[list[int]], int]:
         """Ends the run: returns the output of each pass, its rows, and how many passes had anything not finite.
 
-        Idle groups are in no pass. They get a step of their own where their outputs are wanted. They also get one where
-        this rank has no other row: the metrics of all ranks need the same keys, and equally many
-        values of each (`even_out`).
+        No pass computes idle groups. They get a step if somebody wants their outputs, or if this rank has no other row,
+        since every rank must report the same metrics, and equally many values of each (`even_out`).
         """
-        if plan.idle_groups and (self.keeps_model_output or not self._results):
+        if plan.idle_groups and (self.returns_outputs or not self._results):
             with torch.no_grad(), self._backend.autocast():
                 nothing = Layout(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
                 self.step(nothing, self.token_outputs.empty())
             if len(self._results) > 1:
                 self._results[-1].output["metrics"] = {}
+                self._results[-1] = self._results[-1]._replace(counts=False)
         if any(result.counts for result in self._results):
             for result in self._results:
                 result.output["metrics"] = result.output["metrics"] if result.counts else {}
         num_not_finite = self.find_not_finite()
         for result in self._results:
             result.output["loss"] = result.output["loss"].item()
-            if not self.keeps_model_output:
+            if not self.returns_outputs:
                 del result.output["model_output"]
         return [result.output for result in self._results], [result.rows for result in self._results], num_not_finite
 

@@ -71,38 +71,32 @@ class PrefixEngine:
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         batch, loss = BatchRows(data), Loss(loss_function)
         if why := self._paths.why_stock(batch, loss) or self._verification.failure:
-            return self._run_stock(batch, loss, forward_only, why, {})
+            return self._take_stock_path(batch, loss, forward_only, why, {})
         loss.tell()
         if loss_function is None:  # log-probs alone, for which no teacher travels
             batch = batch.with_data(data.exclude(*TEACHER))
-        self._mark_dead(batch, loss, forward_only)
-        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss)
+        leaves_out = self.prefix_config.skip_zero_advantage and not forward_only
+        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss, leaves_out)
         computed, groups = exchange.computed, exchange.groups
-        metrics = exchange.metrics  # `give_back` adds to them
-        metrics |= self._step_metrics.see(exchange, self.tree_rule, forward_only)
+        metrics = self._step_metrics.see(exchange, self.tree_rule, forward_only)
         self.tree_rule = exchange.trees
-        self._mark_dead(computed, loss, forward_only)  # again: `dead` does not travel
         plan, of_plan = self._paths.plan(batch, groups, forward_only, computed.dead)
-        metrics |= of_plan
+        metrics |= of_plan | exchange.metrics
         if isinstance(plan, WhyStock):
-            return self._run_stock(batch, loss, forward_only, plan, metrics)
+            return self._take_stock_path(batch, loss, forward_only, plan, metrics)
         with together("checking rows"):
-            computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.from_zeros)
+            computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
         computed = self._prepared(computed)
         if not forward_only or self.backend.has_no_updates:
             budget = batch.budget(groups)  # by the flags that verl set, which `computed` no longer has
             metrics |= self._verification.check(computed, groups, budget, plan, loss)
         if why := self._verification.failure:
-            return self._run_stock(batch, loss, forward_only, why, metrics)
+            return self._take_stock_path(batch, loss, forward_only, why, metrics)
         output, of_passes = self._run_shared(computed, groups, plan, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        output["metrics"] |= self._step_metrics.report(metrics | of_passes, batch, forward_only)
+        metrics |= of_passes | exchange.metrics  # of both ways
+        output["metrics"] |= self._step_metrics.report(metrics, batch, forward_only)
         return output
-
-    def _mark_dead(self, rows: BatchRows, loss: Loss, forward_only: bool) -> None:
-        """Tells rows of an update which of them have no gradient, where the update leaves them out."""
-        if self.prefix_config.skip_zero_advantage and not forward_only:
-            rows.dead = loss.dead(rows)
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
         """Returns the batch with the routes that it replays, or with the flag `RECORDS` where it leaves them; without
@@ -134,14 +128,14 @@ class PrefixEngine:
         with super().disable_adapter(), replaced(self, "_routers_choose", True):  # type: ignore[misc]
             yield
 
-    def _run_stock(
+    def _take_stock_path(
         self, batch: BatchRows, loss: Loss, forward_only: bool, why: WhyStock, metrics: dict[str, float]
     ) -> dict[str, Any]:
         """Computes a batch on the stock path. metrics: of the batch so far."""
         warn_once(logger, "prefix: stock path, %s", why.reason)
         with together("receiving pixels"):
             data = receive_pixels(batch.data)
-        output = self.backend.stock_batch(data, loss.for_stock(), forward_only)
+        output = self.backend.run_stock_path(data, loss.for_stock(), forward_only)
         metrics = metrics | {"prefix/stock_rows": batch.num_real}
         output.setdefault("metrics", {}).update(self._step_metrics.report(metrics, batch, forward_only))
         return output
@@ -163,20 +157,21 @@ class PrefixEngine:
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Runs a plan as `run_plan`, with as much kept as every rank's device has room for."""
-        keeps, meter = None, Meter()
+        memory, meter = None, Meter()
         if not forward_only:
             # The peak of the waves is measured in the first update that has any, and then no more, since that resets
             # the peak that verl logs as perf/max_memory_allocated_gb.
             if not self._update_meter.phase_b_peak:
                 meter = self._update_meter = Meter(measure_peak=self._headroom.is_known)
-            one_copy = is_unscaled(rows.data) and self.backend.reads_logits_once(flags_of(rows.data))
-            keeps = self._headroom.keeps(plan, self._paths.costs, self.prefix_config.keep_attention, one_copy)
-        with out_of_memory_advice(plan, keeps, self._role, self.prefix_config):
-            return self.run_plan(rows, groups, plan, loss, forward_only, keeps=keeps, meter=meter)
+            once, option = self.backend.reads_logits_once(flags_of(rows.data)), self.prefix_config.keep_attention
+            once = once and is_unscaled(rows.data)
+            memory = self._headroom.choose_memory(plan, self._paths.costs, option, once)
+        with out_of_memory_advice(plan, memory, self._role, self.prefix_config):
+            return self.run_plan(rows, groups, plan, loss, forward_only, memory=memory, meter=meter)
 
     def run_plan(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool, *,
-        pass_type: Callable[..., AttentionPass] = AttentionPass, keeps: Memory | None = None,
+        pass_type: Callable[..., AttentionPass] = AttentionPass, memory: Memory | None = None,
         meter: Meter | None = None,
     ) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
         """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
@@ -185,9 +180,9 @@ class PrefixEngine:
             rows: as `_prepared` makes them. groups: of these rows, with idle groups.
             meter: what measures the passes; None: a new one.
             pass_type: as in `core.forward.PackedForward`.
-            keeps: what the passes keep; None: as little as they need.
+            memory: what the passes keep; None: as little as they need.
         """
-        ranks, keeps = self.backend.ranks, keeps or self._paths.costs.memory
+        ranks, memory = self.backend.ranks, memory or self._paths.costs.memory
         plan = pad_to_same_passes(plan, ranks.max_over_ranks)
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
         # Also where these are recorded, since the update replays them.
@@ -195,7 +190,7 @@ class PrefixEngine:
         results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
         schedule = self._schedule(
             results.token_outputs.from_logits, results.step, forward_only, offload=self.prefix_config.offload,
-            keep_attention=keeps.attention_kept, logits_chunk=keeps.chunk, pass_type=pass_type, meter=meter,
+            keep_attention=memory.attention_kept, logits_chunk=memory.chunk, pass_type=pass_type, meter=meter,
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext():
             try:
@@ -207,7 +202,7 @@ class PrefixEngine:
                     results.find_not_finite()
                 raise
         num_not_finite = 0
-        output: dict[str, Any] = {"model_output": None if results.keeps_model_output else {}, "metrics": {}}
+        output: dict[str, Any] = {"model_output": None if results.returns_outputs else {}, "metrics": {}}
         if ranks.has_outputs:
             outputs, indices, num_not_finite = results.finish(plan)
             output = postprocess_batch_func(outputs, indices, data=rows.data)
@@ -222,7 +217,9 @@ class PrefixEngine:
         metrics["prefix/nonfinite_passes"] = num_not_finite * ranks.stages  # for those that see no outputs
         return output, metrics
 
-    def run_verls_own(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+    def verls_forward_backward(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+    ) -> dict[str, Any]:
         """verl's own `forward_backward_batch`. Routers replay, where verl's engine does, if the batch has routes or
         records them: verl's worker says so of its own batches, but not of those that ref or the self-check runs."""
         data = data.copy()

@@ -194,14 +194,14 @@ class BatchRows:
         longest = max((start + 1 + n for start, n in rows), default=1)
         return int(self.data["micro_batch_size_per_gpu"]) * longest
 
-    def check_positions_and_pixels(self, config: Any, from_zeros: bool) -> None:
+    def check_positions_and_pixels(self, config: Any, rows_begin_at_zero: bool) -> None:
         """Checks that position ids number the tokens of each row 0, 1, 2, ..., and that pixels are those of prompts.
 
         Where they do not, ours would silently differ from the stock path, which reads the bounds of packed rows from
         position ids, or numbers tokens itself. Of four axes the first decides, that of text; the others jump at images.
 
         Args:
-            config: the model's. from_zeros: `backend.StockFacts`.
+            config: the model's. rows_begin_at_zero: `backend.StockFacts`.
 
         Raises:
             ValueError: naming row and uid.
@@ -212,9 +212,9 @@ class BatchRows:
         positions = positions[0] if positions.dim() == 2 else positions
         of_row = torch.arange(len(lens)).repeat_interleave(lens)
         place = torch.arange(len(of_row)) - (lens.cumsum(0) - lens)[of_row]
-        begins = positions == 0 if from_zeros else (place == 0) | (positions.diff(prepend=positions[:1]) != 1)
+        begins = positions == 0 if rows_begin_at_zero else (place == 0) | (positions.diff(prepend=positions[:1]) != 1)
         wrong = (begins != (place == 0)).nonzero()[:, 0]
-        if len(wrong) and (from_zeros or self.flag("use_remove_padding", True)):
+        if len(wrong) and (rows_begin_at_zero or self.flag("use_remove_padding", True)):
             row, at = int(of_row[wrong[0]]), int(place[wrong[0]])
             near = ", ".join(map(str, positions[of_row == row][max(at - 2, 0) : at + 3].tolist()))
             raise ValueError(

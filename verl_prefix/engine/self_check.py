@@ -42,51 +42,43 @@ _QUERIES = 16  # of each end of a segment
 _SMALL = 2**20  # most elements of a parameter outside of mixers that is compared; norms and adapters have fewer
 
 
-class Verdict(NamedTuple):
-    """Figures in units of rounding noise, and where the largest of attention, recurrence and gradients are."""
+class Figure(NamedTuple):
+    """How far ours is off, in units of rounding noise, and where it is off most: "" where nothing is."""
 
-    log_probs: float
-    attention: float
-    layer: int
-    recurrence: float
-    key: Hashable
-    gradients: float
-    part: str
-    outputs: str = "log-probs"  # what `log_probs` is of
+    ratio: float
+    most: float  # that passes
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.where} by {self.ratio:.3g} times rounding noise (at most {self.most:g})"
+
+
+class Verdict(NamedTuple):
+    """The figures of a check."""
+
+    outputs: Figure  # log-probs, or values
+    attention: Figure
+    recurrence: Figure
+    gradients: Figure
 
     @property
     def missed(self) -> bool:
-        return not (
-            self.log_probs <= MAX_LOG_PROBS
-            and self.attention <= MAX_ATTENTION
-            and self.recurrence <= MAX_RECURRENCE
-            and self.gradients <= MAX_GRADIENTS
-        )
+        return not all(figure.ratio <= figure.most for figure in self)  # a NaN misses
 
     def __str__(self) -> str:
-        text = (
-            f"{self.outputs} differ from the stock path's by {self.log_probs:.3g} times rounding noise (at most "
-            f"{MAX_LOG_PROBS:g}), attention of layer {self.layer} from dense float64 by {self.attention:.3g} times (at "
-            f"most {MAX_ATTENTION:g})"
-        )
-        if self.key is not None:
-            text += f", {self.key} from whole rows by {self.recurrence:.3g} times (at most {MAX_RECURRENCE:g})"
-        if self.part:
-            text += f", gradients of {self.part} from the stock path's by {self.gradients:.3g} times"
-            text += f" (at most {MAX_GRADIENTS:g})"
-        return text
+        return ", ".join(str(figure) for figure in self if figure.where)
 
 
 class LayerProbe:
     """Measures the layers of one group's packed passes.
 
     Attributes:
-        worst_attention: the largest ratio of attention, and its layer. worst_recurrence: likewise, and its key.
+        worst_attention, worst_recurrence: the largest figure of each.
     """
 
     def __init__(self) -> None:
-        self.worst_attention: tuple[float, int] = (0.0, -1)
-        self.worst_recurrence: tuple[float, Hashable] = (0.0, None)
+        self.worst_attention = Figure(0.0, MAX_ATTENTION, "")
+        self.worst_recurrence = Figure(0.0, MAX_RECURRENCE, "")
         self._rounding = _Rounding()
 
     @torch.no_grad()
@@ -100,7 +92,7 @@ class LayerProbe:
             truth = whole(row, 0)[len(behind) :]
             moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[len(behind) :]
             ratio = _ratio((out[own] - truth).square().sum().item(), (moved - truth).square().sum().item())
-            self.worst_recurrence = max(self.worst_recurrence, (ratio, key), key=lambda pair: pair[0])
+            self.worst_recurrence = max(self.worst_recurrence, Figure(ratio, MAX_RECURRENCE, f"{key} from whole rows"))
 
     @torch.no_grad()
     def attention(
@@ -117,7 +109,8 @@ class LayerProbe:
                 truth, rounded = _dense(q[query], keys, values, sinks=sinks, params=params, position=position)
             error += (out[query] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
-        self.worst_attention = max(self.worst_attention, (_ratio(error, noise), layer), key=lambda pair: pair[0])
+        where = f"attention of layer {layer} from dense float64"
+        self.worst_attention = max(self.worst_attention, Figure(_ratio(error, noise), MAX_ATTENTION, where))
 
 
 class ProbedPass(AttentionPass):
@@ -265,6 +258,7 @@ def compare(
     gradients: Gradients,
     reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
     num_perturbed: int = 3,
+    outputs: str = "log-probs",
 ) -> Verdict:
     """Compares one group's response log-probs and gradients on both paths. Figures are of all ranks together, since few
     tokens say little.
@@ -275,7 +269,7 @@ def compare(
         rounding_noise: while open, layers' outputs are rounded differently each time.
         gradients: of the model that both run on.
         reduce_sum: element-wise sum over ranks.
-        num_perturbed: how many stock passes run with noise.
+        num_perturbed: how many stock passes run with noise. outputs: what is compared, in words.
     """
     probe = LayerProbe()
     truth, norms = stock(), gradients.keep()
@@ -298,10 +292,11 @@ def compare(
     # A NaN must not get lost in max().
     errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed, phased, strict=True)]
     ratios = [_ratio(*pair) for pair in zip(errors, noises, strict=True)]
-    part, worst = "", 0.0
+    worst = Figure(0.0, MAX_GRADIENTS, "")
     for name, ratio, norm in zip(gradients.parts, ratios[1:], norms, strict=True):
         # Nothing compares with a gradient that is not finite on the stock path either, as under a loss scale of fp16,
         # which falls after such a step.
-        if math.isfinite(norm) and ratio > worst:
-            part, worst = name, ratio
-    return Verdict(ratios[0], *probe.worst_attention, *probe.worst_recurrence, worst, part)
+        if math.isfinite(norm) and ratio > worst.ratio:
+            worst = Figure(ratio, MAX_GRADIENTS, f"gradients of {name} from the stock path's")
+    first = Figure(ratios[0], MAX_LOG_PROBS, f"{outputs} differ from the stock path's")
+    return Verdict(first, probe.worst_attention, probe.worst_recurrence, worst)

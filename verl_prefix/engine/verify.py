@@ -32,6 +32,7 @@ from verl_prefix.versions import warn_once
 logger = logging.getLogger(__name__)
 
 _ENOUGH_TOKENS, _MOST_ROWS = 32, 8  # of a group that is checked
+_NO_FLAGS = dict.fromkeys(FLAGS, False)
 
 
 class Verification:
@@ -81,11 +82,11 @@ class Verification:
         self._num_batches += 1
         if misses:
             self._miss("; ".join(misses))
-        figures = {name: getattr(verdict, name) for name in ("attention", "recurrence", "gradients")}
+        figures = verdict._asdict()
+        figures[self._backend.output_names(_NO_FLAGS)[0]] = figures.pop("outputs")
         if not self._backend.shape.recurrent_layers:
             del figures["recurrence"]
-        figures[verdict.outputs.replace("-", "_")] = verdict.log_probs
-        metrics = {f"prefix/verify_{name}": value for name, value in figures.items()}
+        metrics = {f"prefix/verify_{name}": figure.ratio for name, figure in figures.items()}
         return metrics | {"timing_s/prefix_verify": time.perf_counter() - start}
 
     def _is_due(self) -> bool:
@@ -156,15 +157,13 @@ class Verification:
         backend = self._backend
         # The stock path takes one row at a time, since the budget may have no room for logits of more. Its passes hold
         # collectives: a rank with fewer rows repeats its last one, with weight 0.
-        most, minus_fewest = backend.ranks.max_over_ranks(
-            [len(group.rows), -_num_perturbed(len(rows), len(group.rows))]
-        )
-        repeated = group.rows[-1:] * (int(most) - len(group.rows))
+        _, most = backend.ranks.range_over_ranks(len(group.rows))
+        repeated = group.rows[-1:] * (most - len(group.rows))
+        fewest_perturbed, _ = backend.ranks.range_over_ranks(_num_perturbed(len(rows), len(group.rows)))
         of_group, alone = rows.select(group.rows), rows.select([*group.rows, *repeated])
         group = group.renumbered({row: place for place, row in enumerate(group.rows)})
         lens = of_group.response_lens
-        flags = dict.fromkeys(FLAGS, False) | {"return_model_output": True}
-        name, falling = backend.output_names(flags)[0], _falling_loss
+        flags, falling = _NO_FLAGS | {"return_model_output": True}, _falling_loss
         if rows.flag("distillation_use_topk"):
             flags["distillation_use_topk"] = True
             falling = functools.partial(_falling_loss, processor=loss.function)
@@ -183,7 +182,7 @@ class Verification:
         forward_only = backend.has_no_updates  # then no gradient differs from zero
 
         def stock() -> torch.Tensor:
-            return responses(backend.stock_batch(alone.data, falling, forward_only))
+            return responses(backend.run_stock_path(alone.data, falling, forward_only))
 
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             plan = plan_to_check(group, budget, path, nests=backend.memory(self._options).stages == 1)
@@ -194,14 +193,13 @@ class Verification:
         with backend.gradients_aside():
             verdict = compare(
                 stock, ours, backend.rounding_noise, backend.gradients(), backend.ranks.sum_over_ranks,
-                num_perturbed=int(-minus_fewest),
+                num_perturbed=fewest_perturbed, outputs=backend.output_names(_NO_FLAGS)[0].replace("_", "-"),
             )  # fmt: skip
-        worst: list[Any] = [None] * torch.distributed.get_world_size()
-        own = (verdict.attention, verdict.layer), (verdict.recurrence, verdict.key)
-        torch.distributed.all_gather_object(worst, own)
-        (attention, layer), (recurrence, key) = (max(c, key=lambda pair: pair[0]) for c in zip(*worst, strict=True))
-        verdict = verdict._replace(attention=attention, layer=layer, recurrence=recurrence, key=key)
-        return verdict._replace(outputs=name.replace("_", "-"))
+        # The other figures are of all ranks together.
+        of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(of_ranks, (verdict.attention, verdict.recurrence))
+        attention, recurrence = map(max, zip(*of_ranks, strict=True))
+        return verdict._replace(attention=attention, recurrence=recurrence)
 
 
 def plan_to_check(group: Group, budget: int, path: str, nests: bool) -> Plan:
@@ -209,7 +207,7 @@ def plan_to_check(group: Group, budget: int, path: str, nests: bool) -> Plan:
     prefix, whose gradients add up. That of a tree has nested passes, if passes may nest.
 
     Args:
-        nests: as of `make_plan`.
+        nests: see `make_plan`.
     """
     deepest = Nesting(group, budget, 1, offload=False).deepest() if nests and path == "phased" else None
     return Plan((deepest,)) if deepest else make_plan([group], budget, path, wave_tokens=1, nests=nests)

@@ -180,7 +180,7 @@ class PixelBatch:
         patches, grids, indices = [], [], []
         start = 0
         for group in groups:
-            for strand in group.strands[group.outer :]:
+            for strand in group.strands[group.num_outer :]:
                 for kind, values, grid in PIXELS:
                     positions = self._tokens(strand.row, kind, strand.start, strand.end)
                     if len(positions):

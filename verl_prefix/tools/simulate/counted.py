@@ -44,7 +44,7 @@ def _read_around(layout: Layout, group: Group) -> int:
         max(end - max(start, first), 0)
         for fork, first in zip(group.forks, group.first_outputs, strict=True)
         for strand, start, end in group.strands_before(fork)
-        if strand < group.outer
+        if strand < group.num_outer
     )
 
 

@@ -167,7 +167,7 @@ def simulate(
     lesser: list[Callable[[Arm], Arm]] = []
     if job.stages > 1:
         return phases(arms)
-    if may_have_all_logits(shape, job.logits_chunk, one_copy=job.reads_logits_once):
+    if may_have_all_logits(shape, job.logits_chunk, logits_once=job.reads_logits_once):
         lesser.append(lambda arm: replace(arm, all_logits=False))
     if job.checkpointing:
         lesser.append(lambda arm: replace(arm, keeps_attention=False))

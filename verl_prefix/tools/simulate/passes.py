@@ -208,7 +208,7 @@ class Simulation:
         whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
         plan, weights = thinned(whole, self.shape, self._seeing, job.kept if update else 1, job.no_sync)
         may_keep = job.stages == 1 and may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
-        may_have_all = may_have_all_logits(self.shape, job.logits_chunk, one_copy=job.reads_logits_once)
+        may_have_all = may_have_all_logits(self.shape, job.logits_chunk, logits_once=job.reads_logits_once)
         all_logits = update and arm.all_logits and may_have_all
         forward = CountedForward(
             self.hooked,
