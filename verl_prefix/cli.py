@@ -243,9 +243,10 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
 
 
 def _long(words: list[str]) -> list[str]:
-    """Hydra's options in full: argparse would take `-c`, a launcher's own, for one of its short ones."""
+    """Hydra's options in full: argparse would take `-c`, a launcher's own, for one of its short ones, and read none
+    behind the `--` of `ray job submit ... -- python3`, which is left out."""
     names = {"p": "--config-path", "n": "--config-name"}
-    return [re.sub(r"^-c([pn])(?=$|=)", lambda match: names[match[1]], word) for word in words]
+    return [re.sub(r"^-c([pn])(?=$|=)", lambda match: names[match[1]], word) for word in words if word != "--"]
 
 
 def _missing(error: ModuleNotFoundError, command: Callable[[argparse.Namespace], int]) -> str:
@@ -271,8 +272,8 @@ def main(argv: list[str] | None = None) -> int:
     _add_ab(commands)
     plan = _add_plan(commands)
     _add_bench(commands)
-    argv = [word for word in _long(sys.argv[1:] if argv is None else argv) if word != "--"]  # `ray job submit ... --`
-    arguments, words = parser.parse_known_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments, words = parser.parse_known_args(_long(argv))
     is_plan = arguments.run is _plan
     if not is_plan and words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")

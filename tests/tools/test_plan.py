@@ -395,13 +395,32 @@ def test_no_loop_of_a_script_goes_on_behind_it(tmp_path, monkeypatch, text):
     assert not psutil.wait_procs(left, timeout=300)[1]  # what is killed ends when it is its turn
 
 
+def test_names_of_files_may_have_an_equals_sign_and_scripts_submit_jobs(monkeypatch, tmp_path):
+    found = []
+    monkeypatch.setattr(compose, "_compose", lambda *arguments: found.append(arguments))
+    monkeypatch.setattr(compose, "model_engine", lambda *_: "dp")
+    file, steps = tmp_path / "run_lr=1e-6.sh", tmp_path / "lr=1e-6.jsonl"
+    file.write_text(f"ray job submit --working-dir . -- {RUN} --config-name=prefix_grpo a.b=1\n")
+    timings = {"timing_s/step": 4.0, "timing_s/update_actor": 2.0}
+    steps.write_text("".join(json.dumps({"step": i, "data": timings}) + "\n" for i in (1, 2)))
+    assert cli.main(["plan", "--shares", str(steps), str(file)]) == 2  # nothing is composed
+    assert found == [("prefix_grpo", ["a.b=1", "model_engine=prefix"], "config")]
+    assert options.shares(str(steps))["update"] == 0.5
+
+
+def test_a_ref_that_nobody_builds_refuses_nothing(folder):
+    assert build(folder, "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=3")["unsupported"] == []
+
+
 @pytest.mark.parametrize(
     ("overrides_", "share"),
     [
         (["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"], 0.5),
         (["actor_rollout_ref.actor.fsdp_config.offload_policy=true"], 0.0),
         (["actor_rollout_ref.model.lora_rank=1"], 0.26),
-        (["actor_rollout_ref.model.lora.rank=1"], 0.26),
+        # verl's FSDP engine adds no adapters by these, and trains the whole model.
+        (["actor_rollout_ref.model.lora.rank=1"], 1.0),
+        (["actor_rollout_ref.model.lora_adapter_path=/an/adapter"], 1.0),
     ],
 )
 def test_what_is_not_trained_has_neither_gradients_nor_moments(folder, overrides_, share):
@@ -1153,6 +1172,10 @@ def test_train_files_are_json_too(data):
         (f"{ACTOR}.prefix.logits_chunk=0", "prefix.logits_chunk=0: set a number of tokens >= 1"),
         (f"{ACTOR}.prefix.min_speedup=-1", "prefix.min_speedup=-1: set a number >= 0"),
         ("data.train_batch_size=0", "data.train_batch_size=0: set a number of 1 or more"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=0",
+            "fsdp_config.ulysses_sequence_parallel_size=0: set a number of 1 or more",
+        ),
     ],
 )
 def test_bad_input_is_one_line_exit_code_2_and_no_file(data, tmp_path, capsys, words, message):

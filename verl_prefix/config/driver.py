@@ -10,7 +10,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix.config import megatron, veomni
 from verl_prefix.config.actor import NO_ROUTES, SKIP_ZERO_ADVANTAGE, WEIGHTS
-from verl_prefix.config.engines import CRITIC, FSDP2, VEOMNI, copies_of, engine_of, slices_of
+from verl_prefix.config.engines import CRITIC, FSDP2, VEOMNI, copies_of, engine_of, slices_of, trains_adapters
 from verl_prefix.config.model import (
     check_dealt,
     check_sequence_parallel,
@@ -103,17 +103,11 @@ def _cut_otherwise(config: DictConfig) -> str:
     return next(differ, "")
 
 
-def _trains_adapters(model: DictConfig) -> bool:
-    """Whether the actor computes ref, without its adapters (`ref_in_actor` of verl's trainers)."""
-    rank = (model.get("lora") or {}).get("rank", 0) or model.get("lora_rank", 0)
-    return rank > 0 or model.get("lora_adapter_path") is not None
-
-
 def _has_ref(config: DictConfig) -> bool:
     """Whether a ref engine of ours is built."""
     roles = config.actor_rollout_ref
     is_ours = roles.ref.get("_target_") == roles.actor.get("_target_")
-    return is_ours and "algorithm" in config and need_reference_policy(config) and not _trains_adapters(roles.model)
+    return is_ours and "algorithm" in config and need_reference_policy(config) and not trains_adapters(roles.model)
 
 
 def _check_waves(config: DictConfig) -> None:

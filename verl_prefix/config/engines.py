@@ -46,9 +46,16 @@ class Engine:
 
     def size(self, section: Any, option: str) -> int:
         """The number of ranks that an option sets. Of verl's FSDPActorConfig the role's own key counts, where it is
-        over 1, and else that of its `fsdp_config`."""
+        over 1, and else that of its `fsdp_config`.
+
+        Raises:
+            ValueError: it is below 1.
+        """
         own = int(section.get(option, 1)) if self.section == "fsdp_config" else 1
-        return own if own > 1 else int(section[self.section][option])
+        size = own if own > 1 else int(section[self.section][option])
+        if size < 1:
+            raise ValueError(f"{self.section}.{option}={size}: set a number of 1 or more")
+        return size
 
     @property
     def missing(self) -> str | None:
@@ -116,6 +123,13 @@ def copies_of(section: Any) -> int:
     """How many ranks have the same rows."""
     engine = engine_of(section)
     return math.prod(engine.size(section, option) for option in engine.copies)
+
+
+def trains_adapters(model: Any) -> bool:
+    """Whether the actor computes ref, without its adapters (`ref_in_actor` of verl's trainers). model:
+    `actor_rollout_ref.model`."""
+    rank = (model.get("lora") or {}).get("rank", 0) or model.get("lora_rank", 0)
+    return rank > 0 or model.get("lora_adapter_path") is not None
 
 
 def attention_of(section: Any, model_config: Any) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl_prefix.search_path  # noqa: F401  on which model_engine=prefix is found
-from verl_prefix.config.engines import ENGINES, SWITCHES, copies_of, engine_named, engine_of
+from verl_prefix.config.engines import ENGINES, SWITCHES, copies_of, engine_named, engine_of, trains_adapters
 from verl_prefix.files import parse_json
 from verl_prefix.tools.plan.options import (
     CONFIG_NAME,
@@ -137,7 +137,7 @@ def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]
 
     As verl/workers/engine_workers.py reads them; with LoRA the actor computes ref (`ref_in_actor` of verl's trainer).
     """
-    ref = "rollout" if lora_rank(config.actor_rollout_ref.model) else "ref"
+    ref = "rollout" if trains_adapters(config.actor_rollout_ref.model) else "ref"
     sizes = {}
     for name, role, of_role in (("update", "actor", "ppo"), ("old", "rollout", "log_prob"), ("ref", ref, "log_prob")):
         section = config.actor_rollout_ref[role]
@@ -145,12 +145,6 @@ def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]
         key = f"{of_role}_{'max_token_len' if dynamic else 'micro_batch_size'}_per_gpu"
         sizes[name] = (f"actor_rollout_ref.{role}.{key}", section[key], dynamic)
     return sizes
-
-
-def lora_rank(model: DictConfig) -> int:
-    """Of the adapters that are trained; 0: none. The rank of an adapter in a folder is not read: 16 stands for it."""
-    rank: int = (model.get("lora") or {}).get("rank", 0) or model.get("lora_rank", 0)
-    return rank or 16 * bool(model.get("lora_adapter_path"))
 
 
 def prompts_of_step(config: DictConfig) -> int:

@@ -132,7 +132,7 @@ def shares(spec: str | None) -> dict[str, float]:
     if spec is None:
         return {}
     timings = TIMINGS | CRITIC_TIMINGS
-    if "=" not in spec:
+    if "=" not in spec or os.path.isfile(spec):
         steps = list(read_run(spec).values())
         whole = statistics.median(step["timing_s/step"] for step in steps)
         parts = {name: statistics.median(step.get(timing, 0.0) for step in steps) for timing, name in timings.items()}

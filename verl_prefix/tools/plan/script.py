@@ -81,7 +81,7 @@ def expanded(words: list[str]) -> list[str]:
         return words
     first, *rest = words
     is_quoted = any(map(str.isspace, first)) and any(map(MAIN.fullmatch, first.split()))
-    is_file = not any(map(MAIN.fullmatch, words)) and "=" not in first and Path(first).is_file()
+    is_file = not any(map(MAIN.fullmatch, words)) and os.path.isfile(first)  # which says no to names that cannot be
     if not (is_quoted or is_file):
         return words
     named = first if is_file else "the quoted command"
