@@ -1147,7 +1147,7 @@ def test_every_loss_that_verl_has_is_among_those_tested():
 
 
 @pytest.mark.parametrize("turns", [pytest.param(False, marks=pytest.mark.ci), True], ids=["one_prompt", "turns"])
-@pytest.mark.parametrize("schedule", ["packed", "phased"])
+@pytest.mark.parametrize("schedule", [pytest.param("packed", marks=pytest.mark.ci), "phased"])
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.ci)])
 @on_one
 def test_half_precision_misses_fp32_by_no_more_than_stock_does(results, dtype, schedule, turns):

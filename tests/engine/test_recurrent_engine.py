@@ -341,6 +341,7 @@ HALVES = (
     ("qwen3_5_text", "lora_on_mixers"), ("qwen3_5_text", "turns"), ("lfm2", "turns_kept_phased"),
     ("granitemoehybrid", "turns_kept_phased"), ("qwen3_5_text", "offload_checkpointed"),
     ("qwen3_5_text", "phased_waves_of_one_row"), ("qwen3_5_text", "lora_on_mixers_phased"),
+    ("granitemoehybrid", "gate_shut"),
 )  # fmt: skip
 
 

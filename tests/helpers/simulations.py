@@ -22,12 +22,11 @@ H100 = GPUS["h100"]
 
 
 def two_of_8(*values: tuple[object, object]) -> list:
-    """What three settings of two values make; CI has two that have every value of each, make test one of them."""
-
-    def marks(places: set[int]) -> object:
-        return pytest.mark.full if len(places) == 2 else pytest.mark.ci if 1 in places else ()
-
-    return [pytest.param(*one, marks=marks({*map(tuple.index, values, one)})) for one in itertools.product(*values)]
+    """What three settings of two values make; CI has two that have every value of each."""
+    return [
+        pytest.param(*one, marks=pytest.mark.full if len({*map(tuple.index, values, one)}) == 2 else ())
+        for one in itertools.product(*values)
+    ]
 
 
 def planned(words: list[str]) -> tuple[int, str, str]:

@@ -740,7 +740,8 @@ ASYNC = {
 }
 
 
-@pytest.mark.parametrize("module", [x if "fully" in x else pytest.param(x, marks=pytest.mark.ci) for x in ASYNC])
+@pytest.mark.ci
+@pytest.mark.parametrize("module", ASYNC)
 def test_an_asynchronous_command_is_planned_in_its_own_config_by_the_trainers_update(
     folder, tmp_path, capsys, monkeypatch, module
 ):

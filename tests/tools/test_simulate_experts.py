@@ -89,6 +89,7 @@ def qwen3_30b() -> tuple[PretrainedConfig, ModelShape]:
     return config, whole_shape(Job(config, (), 1))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("path", "expert_ranks", "checkpointing"), two_of_8(("packed", "phased"), (1, 8), (True, False))
 )
