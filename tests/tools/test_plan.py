@@ -178,6 +178,7 @@ def test_every_refusal_is_named_and_a_refused_model_has_no_figures(folder, capsy
         folder,
         f"actor_rollout_ref.model.path={tmp_path}/model",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=3",
+        "actor_rollout_ref.actor.use_kl_loss=true",
     )
     assert cli.main(["plan", *words]) == 1
     lines = capsys.readouterr().out.splitlines()

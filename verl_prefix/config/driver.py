@@ -103,7 +103,7 @@ def _cut_otherwise(config: DictConfig) -> str:
     return next(differ, "")
 
 
-def _has_ref(config: DictConfig) -> bool:
+def has_ref(config: DictConfig) -> bool:
     """Whether a ref engine of ours is built."""
     roles = config.actor_rollout_ref
     is_ours = roles.ref.get("_target_") == roles.actor.get("_target_")
@@ -123,7 +123,7 @@ def _check_waves(config: DictConfig) -> None:
     budgets = []
     # As ActorRolloutRefWorker.init_model reads them.
     bypass = OmegaConf.select(config, BYPASS)  # without old log-probs
-    for role in ("actor", *([] if bypass else ["rollout"]), *(["ref"] if _has_ref(config) else [])):
+    for role in ("actor", *([] if bypass else ["rollout"]), *(["ref"] if has_ref(config) else [])):
         section, of_role = roles[role], "" if role == "actor" else "log_prob_"
         counts_tokens = section[f"{of_role}use_dynamic_bsz"]
         key = f"{of_role or 'ppo_'}{'max_token_len' if counts_tokens else 'micro_batch_size'}_per_gpu"
@@ -147,7 +147,7 @@ def _check_ref(config: DictConfig) -> None:
     """Options of the reference policy, whose config verl builds in workers alone, and its sequence parallelism where
     that has a size of its own: the actor's config checks its."""
     roles = config.actor_rollout_ref
-    if not _has_ref(config):
+    if not has_ref(config):
         return
     ref = OmegaConf.to_container(roles.ref, resolve=True)
     assert isinstance(ref, dict)

@@ -27,9 +27,9 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import wrong_when_sharded
-from verl_prefix.config.driver import check_driver, has_critic, is_v1
+from verl_prefix.config.driver import check_driver, has_critic, has_ref, is_v1
 from verl_prefix.config.engines import CRITIC, FSDP2, MEGATRON, VEOMNI, attention_of, engine_of, slices_of
-from verl_prefix.config.model import check_model_family, check_sequence_parallel, read_hf_config
+from verl_prefix.config.model import check_dealt, check_model_family, check_sequence_parallel, read_hf_config
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.vision import is_vision_config, tower_of
 from verl_prefix.tools.plan.compose import (
@@ -174,7 +174,11 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     reasons.append(_refusal(lambda: omega_conf_to_dataclass(section).validate(*sizes, model)))
     if section.prefix.schedule != "stock":
         reasons.append(_refusal(check_model_family, section, model))
-        reasons.append(_refusal(check_sequence_parallel, *slices_of("actor", section), num_ranks, model))
+        for role in ("actor", "ref") if has_ref(config) else ("actor",):
+            key, size = slices_of(role, config.actor_rollout_ref[role])
+            reasons.append(_refusal(check_sequence_parallel, key, size, num_ranks, model))
+            if role == "ref" and size > 1:
+                reasons.append(_refusal(check_dealt, key, size, read_model_config(config)))
     reasons.append(_refusal(_check_critic, config, *sizes))
     update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
     if update != old:
