@@ -60,7 +60,7 @@ def functions() -> set[str]:
                 called = ast.unparse(child.func)
                 owner, _, last = called.rpartition(".")
                 torchs = last in CALLED and owner in ("dist", "torch.distributed")
-                if torchs or last in ("together", "max_over_ranks", "range_over_ranks", "sum_over_ranks"):
+                if torchs or last in ("together", "max_over_ranks", "ranges_over_ranks", "sum_over_ranks"):
                     found.add(within)
             look(child, name)
 

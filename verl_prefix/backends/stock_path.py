@@ -171,7 +171,7 @@ class FSDPStockPath:
         Rows are padded instead where a loss needs its rows together, and where ranks have different numbers of rows:
         only verl can then even out their micro-batches. No token of a row sees padding.
         """
-        fewest, most = self._ranks.range_over_ranks(len(data))
+        ((fewest, most),) = self._ranks.ranges_over_ranks(len(data))
         if fewest < most or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
             tu.assign_non_tensor(data, use_remove_padding=False)
         else:

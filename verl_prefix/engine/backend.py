@@ -57,10 +57,10 @@ class Ranks:
         below 2**53. Every rank calls it."""
         return _reduce(values, dist.ReduceOp.MAX)
 
-    def range_over_ranks(self, value: int) -> tuple[int, int]:
-        """Smallest and largest value of all ranks. Every rank calls it."""
-        largest, negated = self.max_over_ranks([value, -value])
-        return -int(negated), int(largest)
+    def ranges_over_ranks(self, *values: int) -> list[tuple[int, int]]:
+        """Smallest and largest of all ranks, of each value. Every rank calls it."""
+        bounds = self.max_over_ranks([x for value in values for x in (-value, value)])
+        return [(-int(negated), int(largest)) for negated, largest in zip(bounds[::2], bounds[1::2], strict=True)]
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over all ranks, copies included. Every rank calls it."""

@@ -52,6 +52,11 @@ class Verification:
         self.failure: WhyStock | None = None
         self._num_batches = 0
 
+    @functools.cached_property
+    def _compared(self) -> str:
+        """The output that both paths are compared by: log_probs, or values."""
+        return self._backend.output_names(_NO_FLAGS)[0]
+
     def check(self, rows: BatchRows, groups: Sequence[Group], budget: int, plan: Plan, loss: Loss) -> dict[str, float]:
         """Runs the check, if one is due and every rank has a group to check. A few rows of one group take both paths,
         which are compared. Then it is checked that rows which the update leaves out have no gradient. Returns metrics.
@@ -83,7 +88,7 @@ class Verification:
         if misses:
             self._miss("; ".join(misses))
         figures = verdict._asdict()
-        figures[self._backend.output_names(_NO_FLAGS)[0]] = figures.pop("outputs")
+        figures[self._compared] = figures.pop("outputs")
         if not self._backend.shape.recurrent_layers:
             del figures["recurrence"]
         metrics = {f"prefix/verify_{name}": figure.ratio for name, figure in figures.items()}
@@ -157,9 +162,9 @@ class Verification:
         backend = self._backend
         # The stock path takes one row at a time, since the budget may have no room for logits of more. Its passes hold
         # collectives: a rank with fewer rows repeats its last one, with weight 0.
-        _, most = backend.ranks.range_over_ranks(len(group.rows))
+        perturbed = _num_perturbed(len(rows), len(group.rows))
+        (_, most), (fewest_perturbed, _) = backend.ranks.ranges_over_ranks(len(group.rows), perturbed)
         repeated = group.rows[-1:] * (most - len(group.rows))
-        fewest_perturbed, _ = backend.ranks.range_over_ranks(_num_perturbed(len(rows), len(group.rows)))
         of_group, alone = rows.select(group.rows), rows.select([*group.rows, *repeated])
         group = group.renumbered({row: place for place, row in enumerate(group.rows)})
         lens = of_group.response_lens
@@ -193,7 +198,7 @@ class Verification:
         with backend.gradients_aside():
             verdict = compare(
                 stock, ours, backend.rounding_noise, backend.gradients(), backend.ranks.sum_over_ranks,
-                num_perturbed=fewest_perturbed, outputs=backend.output_names(_NO_FLAGS)[0].replace("_", "-"),
+                num_perturbed=fewest_perturbed, outputs=self._compared.replace("_", "-"),
             )  # fmt: skip
         # The other figures are of all ranks together.
         of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
