@@ -100,16 +100,17 @@ def test_a_size_that_does_not_divide_a_model_is_refused_by_key_with_one_that_doe
 @pytest.mark.ci
 def test_sequence_parallelism_of_a_hybrid_has_a_plan(folder):
     write_tiny_model(folder / "odd", family="qwen3_5_text", linear_num_key_heads=1, linear_num_value_heads=3)
+    loss = f"{ROLE}.actor.use_kl_loss=True"  # nobody builds a ref without it
     both = f"{ROLE}.actor.ulysses_sequence_parallel_size=2"  # ref's key follows it
     ref = f"{ROLE}.ref.fsdp_config.ulysses_sequence_parallel_size=2"
-    for key, roles in ((both, ("actor", "ref")), (ref, ("ref",))):
-        found = plan.build(Options(overrides(folder, "odd", key), response_lengths="20"))["unsupported"]
+    for keys, roles in (((loss, both), ("actor", "ref")), ((loss, ref), ("ref",)), ((both,), ("actor",)), ((ref,), ())):
+        found = plan.build(Options(overrides(folder, "odd", *keys), response_lengths="20"))["unsupported"]
         assert len(found) == len(roles)
         for reason, role in zip(found, roles, strict=True):
             assert reason.startswith(f"{ROLE}.{role}.fsdp_config.ulysses_sequence_parallel_size=2: of this")
             assert reason.endswith("3 heads of linear attention are not its multiple; set 1")
         for family in ("lfm2", "qwen3_5_text", "qwen3"):
-            assert plan.build(Options(overrides(folder, family, key), response_lengths="20"))["unsupported"] == []
+            assert plan.build(Options(overrides(folder, family, *keys), response_lengths="20"))["unsupported"] == []
 
 
 def test_a_simulation_of_recurrent_layers_without_stand_ins_is_refused_by_name(folder, capsys):
