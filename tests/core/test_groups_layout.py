@@ -9,12 +9,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from verl_prefix.core.calls import AttentionParams, Segment, calls_of
+from verl_prefix.core.calls import AttentionParams, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, first_fit, most_outputs
 from verl_prefix.core.planning import leaves_room, limit_waves, make_plan, make_waves, pad_to_same_passes
 from verl_prefix.core.prefix_cache import add_at
+from verl_prefix.core.runs import Segment
 from verl_prefix.core.trees import group_trees
 
 CPU = torch.device("cpu")

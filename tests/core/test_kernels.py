@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from verl_prefix.core import attention, calls
+from verl_prefix.core import attention
 from verl_prefix.core.attention import AttentionPass, merge
 from verl_prefix.core.calls import AttentionParams, Call, Spans
 from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu, reference
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.runs import Segment
 
 SPANS = {
     True: Spans((0, 5, 6, 23), (0, 5, 6, 23)),
@@ -150,7 +151,7 @@ def test_the_fused_merge_writes_what_the_one_in_torch_does_and_takes_fp32_alone(
 def test_a_pass_asks_for_a_kernel_of_its_tensors_and_keeps_nothing_unasked(monkeypatch):
     asked = []
     monkeypatch.setattr(attention, "choose_kernel", lambda *args, **options: asked.append((args, options)) or reference)
-    layout = Layout(torch.arange(5), (calls.Segment(5),))
+    layout = Layout(torch.arange(5), (Segment(5),))
     one, q, k = AttentionPass(layout, "reference"), torch.randn(5, 4, 24), torch.randn(5, 2, 24)
     one.attend(0, q, k, k, None, AttentionParams(0.2))
     one.attend(1, q, k, k, None, AttentionParams(0.2, softcap=5.0))

@@ -4,8 +4,8 @@ import torch
 from transformers import JetMoeConfig, JetMoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import Segment
 from verl_prefix.core.layout import Layout
+from verl_prefix.core.runs import Segment
 from verl_prefix.models.experts import CountedRouters
 
 

@@ -6,7 +6,6 @@ level: neighbours with the same path are one block. Keys of a cross call are cop
 
 import functools
 import sys
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby, pairwise
@@ -14,22 +13,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from verl_prefix.core.prefix_keys import PrefixKeys, keys_of_tails
+from verl_prefix.core.runs import (
+    Path,
+    Run,
+    Segment,
+    is_one_run,
+    last_of,
+    len_of,
+    on_device,
+    part_of,
+    ranges,
+    token_index,
+)
+
 
 def built_once() -> Any:
     """Declares a dataclass field that holds what is built from the other fields, once for all layers of a pass."""
     return field(default_factory=dict, init=False, repr=False, compare=False)
-
-
-Run = tuple[int, int]  # start and length
-# The tokens before a segment, in their order, as runs of tokens of the prefix source.
-Path = tuple[Run, ...]
-
-
-class Segment(NamedTuple):
-    """A strand or a suffix: `length` tokens of a packed row that read `path`, and then themselves."""
-
-    length: int
-    path: Path = ()
 
 
 @dataclass(frozen=True)
@@ -107,38 +108,6 @@ class AttentionParams(NamedTuple):
     def seen(self) -> int:
         """The most tokens that a query sees, itself included."""
         return sys.maxsize if self.window is None else self.window
-
-
-class PrefixKeys(NamedTuple):
-    """Keys of a call that come from one level of the prefix source. `at`, `tokens` and `grad_at` are slices, or int64
-    indices [n].
-
-    A window copies a path's tail once for each segment that reads it. Example: 3 suffixes read the same 4-token tail.
-    `tokens` has 12 entries, `copies` is ((3, 4),), and `grad_at` names the 4 tokens once. `summed` adds the 3 copies in
-    fp32 first.
-
-    Attributes:
-        at: where these keys stand among the call's keys.
-        tokens: the tokens of the level whose keys they are.
-        grad_at: the tokens of the level to which the gradients that `summed` returns belong. A token may be there
-            several times, once for each block that reads it.
-        copies: (times, length) of each set of copies, in the order of `tokens`; empty: there are no copies.
-        level: 0: the outermost phase A; the last level is the packed row itself.
-    """
-
-    at: slice | torch.Tensor
-    tokens: slice | torch.Tensor
-    grad_at: slice | torch.Tensor
-    copies: tuple[tuple[int, int], ...] = ()
-    level: int = 0
-
-    def summed(self, grad: torch.Tensor) -> torch.Tensor:
-        """Gradients of keys `at` [n, K, D] -> of tokens `grad_at`; sums over copies are in fp32 (fp64)."""
-        if not self.copies:
-            return grad
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        sets = zip(grad.split([times * n for times, n in self.copies]), self.copies, strict=True)
-        return torch.cat([copies.unflatten(0, (times, n)).sum(0, dtype=wide) for copies, (times, n) in sets])
 
 
 ALL = slice(None)
@@ -219,12 +188,15 @@ def _causal_call(
     level_starts: Sequence[int],
 ) -> Call:  # fmt: skip
     """The call in which every segment reads itself, and a far segment the tail of its path."""
-    tail_lens = [min(len_of(s.path), params.seen - 1) if far else 0 for s, far in zip(segments, is_far, strict=True)]
-    key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
-    own, tails = _after_tails(segments, tail_lens, key_ends, device, level_starts) if any(tail_lens) else (ALL, ())
+    tails = [last_of(s.path, params.seen - 1) if far else () for s, far in zip(segments, is_far, strict=True)]
+    key_ends = tuple(accumulate(len_of(tail) + s.length for tail, s in zip(tails, segments, strict=True)))
     spans = Spans((0, *accumulate(s.length for s in segments)), (0, *key_ends))
+    own: slice | torch.Tensor = ALL
+    if any(tails):
+        own = on_device(ranges([(end - s.length, s.length) for end, s in zip(key_ends, segments, strict=True)]), device)
     window = params.window if any(is_far) else None
-    return Call(spans, True, params.scale, window, params.softcap, own=own, prefixes=tails)
+    prefixes = keys_of_tails(tails, spans.k, device, level_starts)
+    return Call(spans, True, params.scale, window, params.softcap, own=own, prefixes=prefixes)
 
 
 def _cross_calls(
@@ -233,7 +205,7 @@ def _cross_calls(
     """Yields the calls in which near segments, each after its first token's number, read their paths; one level after
     the other, since keys of two levels would have to be copied to stand beside each other."""
     for level, (first, end) in enumerate(pairwise((*level_starts, sys.maxsize))):
-        parts = [(_part_of(segment.path, first, end), (start, segment.length)) for start, segment in near]
+        parts = [(part_of(segment.path, first, end), (start, segment.length)) for start, segment in near]
         by_path = groupby((part for part in parts if part[0]), key=lambda part: part[0])
         all_blocks = [(path, [member for _, member in same]) for path, same in by_path]
         for blocks in _blocks_of_calls(all_blocks):
@@ -241,63 +213,15 @@ def _cross_calls(
             segments_read = list(chain(*members))
             q, k = ((0, *accumulate(map(len_of, runs))) for runs in (members, paths))
             spans = Spans(q, k, q_segments=(0, *accumulate(n for _, n in segments_read)))
-            queries, keys = _token_index(segments_read, device), _token_index(list(chain(*paths)), device)
+            queries, keys = token_index(segments_read, device), token_index(list(chain(*paths)), device)
             prefixes = (PrefixKeys(ALL, keys, grad_at=keys, level=level),)
             yield Call(spans, False, params.scale, None, params.softcap, queries, own=None, prefixes=prefixes)
-
-
-def _part_of(path: Path, first: int, end: int) -> Path:
-    """What a path has of tokens `first` to `end` of the prefix source, counted from `first`."""
-    bounds = ((max(start, first), min(start + n, end)) for start, n in path)
-    return tuple((start - first, until - start) for start, until in bounds if start < until)
-
-
-# By level: where keys stand in a call, and which of the level's tokens they belong to.
-_ByLevel = dict[int, tuple[list[Run], list[Run]]]
-
-
-def _by_level(runs: Sequence[Run], level_starts: Sequence[int], first: int) -> _ByLevel:
-    """Splits runs of tokens of the prefix source, whose keys stand one after the other in a call, from `first` on."""
-    by_level: _ByLevel = {}
-    level_ends = (*level_starts[1:], sys.maxsize)
-    for start, length in runs:
-        while length:
-            level = bisect_right(level_starts, start) - 1
-            n = min(length, level_ends[level] - start)
-            at, tokens = by_level.setdefault(level, ([], []))
-            at.append((first, n))
-            tokens.append((start - level_starts[level], n))
-            first, start, length = first + n, start + n, length - n
-    return by_level
-
-
-def _after_tails(
-    segments: Sequence[Segment], tail_lens: Sequence[int], key_ends: Sequence[int], device: torch.device,
-    level_starts: Sequence[int],
-) -> tuple[torch.Tensor, tuple[PrefixKeys, ...]]:  # fmt: skip
-    """`own` and `prefixes` of a causal call whose keys are [tail | own] of each segment, a tail being the end of its
-    path."""
-    ends = list(zip(segments, tail_lens, key_ends, strict=True))
-    own = on_device(ranges([(end - s.length, s.length) for s, _, end in ends]), device)
-    tails = [(end - s.length - n, last_of(s.path, n)) for s, n, end in ends if n]
-    split = [_by_level(tail, level_starts, first) for first, tail in tails]
-    siblings = [list(same) for _, same in groupby(range(len(tails)), key=lambda i: tails[i][1])]
-    prefixes = []
-    for level in sorted({level for by_level in split for level in by_level}):
-        at = [run for by_level in split for run in by_level.get(level, ([], []))[0]]
-        tokens = [run for by_level in split for run in by_level.get(level, ([], []))[1]]
-        shared = [(split[same[0]][level][1], len(same)) for same in siblings if level in split[same[0]]]
-        grad_at = _token_index([run for runs, _ in shared for run in runs], device)
-        copies = tuple((times, sum(n for _, n in runs)) for runs, times in shared)
-        index, chosen = (on_device(ranges(runs), device) for runs in (at, tokens))
-        prefixes.append(PrefixKeys(index, chosen, grad_at, copies, level))
-    return own, tuple(prefixes)
 
 
 def _blocks_of_calls(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
     """Yields the blocks of each cross call: all where no key is copied, else one, or several short ones."""
     first = num_keys = num_queries = 0
-    if not _is_one_run([run for path, _ in blocks for run in path]):
+    if not is_one_run([run for path, _ in blocks for run in path]):
         for i, (path, members) in enumerate(blocks):
             num_keys, num_queries = num_keys + len_of(path), num_queries + len_of(members)
             if i > first and (num_keys > _MAX_COPIED or num_queries > _MAX_JOINED):
@@ -305,44 +229,3 @@ def _blocks_of_calls(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
                 first, num_keys, num_queries = i, len_of(path), len_of(members)
     if blocks:
         yield blocks[first:]
-
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a host tensor to `device`; the host does not wait for the copy."""
-    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def ranges(runs: Sequence[Run]) -> torch.Tensor:
-    """int64 indices of the tokens of (start, length) runs, one after the other."""
-    return torch.cat([torch.arange(0), *(torch.arange(start, start + n) for start, n in runs)])
-
-
-def _is_one_run(runs: Sequence[Run]) -> bool:
-    return all(a + n == b for (a, n), (b, _) in pairwise(runs))
-
-
-def _token_index(runs: Sequence[Run], device: torch.device) -> slice | torch.Tensor:
-    """`ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
-    return slice(runs[0][0], sum(runs[-1])) if _is_one_run(runs) else on_device(ranges(runs), device)
-
-
-def end_of(path: Path) -> int:
-    """Names a path by its end: the token of the prefix source that follows its last one, 0 where the path is empty. A
-    token of the prefix source has one history, so that paths with the same end are equal."""
-    return sum(path[-1]) if path else 0
-
-
-def len_of(runs: Sequence[Run]) -> int:
-    """Number of tokens of (start, length) runs."""
-    return sum(n for _, n in runs)
-
-
-def last_of(path: Path, length: int) -> Path:
-    """The last `length` tokens of a path."""
-    runs: list[Run] = []
-    for start, n in reversed(path):
-        taken = min(n, length)
-        length -= taken
-        if taken:
-            runs.insert(0, (start + n - taken, taken))
-    return tuple(runs)

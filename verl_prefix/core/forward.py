@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import on_device
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
+from verl_prefix.core.runs import on_device
 from verl_prefix.core.sequence_parallel import Shards
 
 # (numbers of tokens [n], their logits [n, vocabulary]) -> what the loss needs of each token [n, k]: the pass's outputs.

@@ -21,9 +21,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from verl_prefix.core.calls import AttentionParams, Call, Path, Segment, built_once, calls_of, end_of, last_of, ranges
+from verl_prefix.core.calls import AttentionParams, Call, built_once, calls_of
 from verl_prefix.core.groups import Fork, Group
-from verl_prefix.core.states import StateIndex, own_runs
+from verl_prefix.core.runs import Path, Segment, end_of, last_of, len_of, part_of, ranges
+from verl_prefix.core.states import StateIndex
 
 # What a packed row has: strands and suffixes; strands alone; suffixes alone, whose strands a phase A computes.
 Kind = Literal["packed", "phase_a", "wave"]
@@ -251,7 +252,7 @@ def _reads(rows: Sequence[_MemberRow], level_starts: Sequence[int], num_strand_t
         first_token += row.suffix_len
         end = row.offset + max(row.fork_start, row.first_output)  # of the places whose outputs strands compute
         if kind == "phase_a":
-            own = sum(n for _, n in own_runs(row.path, own_start))
+            own = len_of(part_of(row.path, own_start))
             of_strands, of_suffix = of_strands[max(len(of_strands) - own, 0) :], of_suffix[:0]
         level = torch.searchsorted(starts, of_strands, right=True) - 1
         levels += [level, torch.full_like(of_suffix, len(level_starts) - 1)]

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import Spans, end_of
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, ReadPrefix
+from verl_prefix.core.runs import end_of
 from verl_prefix.core.states import SegmentKind
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_prefix.core.calls import on_device
 from verl_prefix.core.layout import Layout
+from verl_prefix.core.runs import on_device
 
 
 class Shards:

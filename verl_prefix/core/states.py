@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from verl_prefix.core.calls import Path, Segment, Spans, end_of, last_of, on_device, ranges
+from verl_prefix.core.calls import Spans
+from verl_prefix.core.runs import Path, Segment, end_of, last_of, on_device, part_of, ranges
 
 SegmentKind = Literal["strands", "suffixes"]
 
@@ -102,21 +103,16 @@ class StateIndex:
         inherited inputs [strands, length]: an input before the strand with which the path enters this packed row.
         """
         if (length, device) not in self._last_tokens:
-            own_start, strands = self._own_start, self._segments["strands"]
-            firsts = accumulate((strand.length for strand in strands), initial=own_start)
+            strands = self._segments["strands"]
+            firsts = accumulate((strand.length for strand in strands), initial=0)
             strand_of = {first: i for i, first in enumerate(firsts)}
             tails = []
             for path in self._paths:
-                runs = own_runs(path, own_start)
-                own = ranges(last_of(runs, length)) - own_start + 1
+                runs = part_of(path, self._own_start)
+                own = ranges(last_of(runs, length)) + 1
                 strand = strand_of[runs[0][0]]
                 before = -1 - strand * length - torch.arange(length)
                 before = before if strands[strand].path else torch.zeros_like(before)
                 tails.append(torch.cat([before[len(own) :], own]))
             self._last_tokens[length, device] = on_device(torch.stack(tails), device)
         return self._last_tokens[length, device]
-
-
-def own_runs(path: Path, own_start: int) -> Path:
-    """The runs of a path from token `own_start` of the prefix source on, which are its last ones."""
-    return tuple((max(start, own_start), n - max(own_start - start, 0)) for start, n in path if start + n > own_start)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.calls import ranges
 from verl_prefix.core.groups import Group, group_by_key
+from verl_prefix.core.runs import ranges
 from verl_prefix.core.trees import cuts_at, group_trees, mix, mix_rows
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.models.messages import message_ends

@@ -13,10 +13,10 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from verl_prefix.core.calls import on_device, ranges
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan
+from verl_prefix.core.runs import on_device, ranges
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.carried_pixels import PIXELS
 from verl_prefix.engine.rows import RECORDS, BatchRows

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import AttentionParams, ranges
+from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.layout import Layout
+from verl_prefix.core.runs import ranges
 
 # A perturbed pass rounds differently once per layer; ours also at its matmuls, whose shapes differ from stock's.
 MAX_LOG_PROBS = 3.0

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import on_device
+from verl_prefix.core.runs import on_device
 
 
 class ExpertLoads:

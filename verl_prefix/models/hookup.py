@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import AttentionParams, on_device
+from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.core.forward import LogitsFn
+from verl_prefix.core.runs import on_device
 from verl_prefix.models import vision
 from verl_prefix.models.experts import CountedRouters
 from verl_prefix.models.head import ChunkedHead

@@ -28,9 +28,10 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import AttentionParams, len_of, on_device
+from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.forward import LogitsFn
+from verl_prefix.core.runs import len_of, on_device
 from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.head import ChunkedHead
 from verl_prefix.models.replaced import replaced

@@ -22,12 +22,12 @@ from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, may_have_all_logits, may_keep_attention
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import Segment
 from verl_prefix.core.forward import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan, first_fit
+from verl_prefix.core.runs import Segment
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.recurrent import packing_leak
