@@ -145,7 +145,7 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
         for row, n in zip(group.rows, group.suffix_lens, strict=True)
         for i in range(n)
     ]
-    assert layout.read_places.tolist() == expected
+    assert layout.output_places.tolist() == expected
     sharing = [group for group in groups if group.num_strand_tokens]
     _, *crosses = layout.calls(AttentionParams(1.0), CPU)
     assert len(crosses) == bool(sharing)
@@ -244,16 +244,17 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     layout, is_read = build_layout(groups, [0, 7, 14, 20]), torch.zeros(20, dtype=torch.bool)
     one = build_layout(groups[1:], [0, 7, 14, 20])
     is_read[[5, 18]] = True
-    found = layout.reading(is_read)
-    assert found.reads.places.tolist() == [5, 18] and found.head_tokens.tolist() == [9, 12]
-    assert one.reading(is_read).reads.places.tolist() == [18] == one.reading(~is_read).reads.places.tolist()
-    assert layout.reading(~is_read).reads.places.tolist() == [4, 11, 12]
-    nothing = layout.reading(torch.zeros_like(is_read))
-    assert nothing.reads.places.tolist() == [4] and nothing.head_tokens.tolist() == [8]
+    found = layout.with_outputs(is_read)
+    assert found.output_index.places.tolist() == [5, 18] and found.head_tokens.tolist() == [9, 12]
+    for chosen in (is_read, ~is_read):
+        assert one.with_outputs(chosen).output_index.places.tolist() == [18]
+    assert layout.with_outputs(~is_read).output_index.places.tolist() == [4, 11, 12]
+    nothing = layout.with_outputs(torch.zeros_like(is_read))
+    assert nothing.output_index.places.tolist() == [4] and nothing.head_tokens.tolist() == [8]
     source = build_layout(groups[1:], [0, 7, 14, 20], "phase_a")
     (wave,) = make_waves(groups[1:], 99)
-    wave = build_layout(wave.groups, [0, 7, 14, 20], "wave", source).reading(torch.zeros_like(is_read))
-    assert wave.reads.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
+    wave = build_layout(wave.groups, [0, 7, 14, 20], "wave", source).with_outputs(torch.zeros_like(is_read))
+    assert wave.output_index.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
 
 
 def test_the_example_of_the_readme():

@@ -219,8 +219,8 @@ def test_the_usage_of_the_readme_equals_repeated_prefix():
         return logits.log_softmax(-1).gather(-1, tokens.input_ids[places + 1].unsqueeze(-1))
 
     def step(layout, outputs):
-        log_probs[layout.read_places + 1] = outputs[:, 0].detach()
-        return (outputs[:, 0] * weights[layout.read_places + 1]).sum()
+        log_probs[layout.output_places + 1] = outputs[:, 0].detach()
+        return (outputs[:, 0] * weights[layout.output_places + 1]).sum()
 
     def ours():
         given = dict(

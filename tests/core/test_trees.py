@@ -138,13 +138,13 @@ def test_trees_equal_hf(family, rows, float64_inside, table):  # noqa: F811
 
 def labels_of_the_strand_s_row(patch):
     """A row reads the outputs of strands as if it were the row that they were taken from, one token off."""
-    made = layout_module._reads
+    made = layout_module._output_index
 
     def off(*args):
         reads = made(*args)
         return reads and reads._replace(levels=reads.levels.roll(1), tokens=reads.tokens.roll(1))
 
-    patch.setattr(layout_module, "_reads", off)
+    patch.setattr(layout_module, "_output_index", off)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def run_shared(
         return logits.log_softmax(-1).gather(-1, flat[index + 1].unsqueeze(-1))
 
     def step(layout: Layout, values: torch.Tensor) -> torch.Tensor:
-        index = layout.read_places.to(device) + 1
+        index = layout.output_places.to(device) + 1
         log_probs[index] = values[:, 0].detach().to(log_probs.dtype)
         return (values[:, 0] * weights[index].to(values.dtype)).sum()
 

@@ -46,7 +46,7 @@ def sabotage(kind: str) -> None:
 
     def one_off(self, tokens, head_tokens, attention_pass, outputs):
         positions = tokens.position_ids.clone()
-        positions[attention_pass.layout.read_places] += 1
+        positions[attention_pass.layout.output_places] += 1
         tokens = dataclasses.replace(tokens, position_ids=positions)
         return run(self, tokens, head_tokens, attention_pass, outputs)
 

@@ -27,7 +27,7 @@ class PassOutputs(NamedTuple):
 
     Attributes:
         layout: its packed row, with the groups whose rows it computes; none in a dummy, whose loss is zero.
-        outputs: [n, k], the outputs that rows read, in the order of `layout.read_places`.
+        outputs: [n, k], the outputs that rows read, in the order of `layout.output_places`.
     """
 
     layout: Layout
@@ -131,11 +131,11 @@ class PackedForward:
         attention_pass = self._pass(layout, outer_caches, keeps, capture=cache)
         head_tokens = torch.tensor([layout.num_tokens - 1])
         of_logits: LogitsFn | None = _sum_logits if with_head else None
-        if layout.reads is not None:
+        if layout.output_index is not None:
             head_tokens, of_logits = layout.head_tokens, self.of_logits
         with self.context():
             result = self._run(tokens, head_tokens, attention_pass, of_logits)
-            if layout.reads is None or self.model.is_early_stage:
+            if layout.output_index is None or self.model.is_early_stage:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
@@ -155,15 +155,15 @@ class PackedForward:
     def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
         output, and outputs of phases A around."""
-        reads = layout.reads
-        if self.model.is_early_stage or reads is None:
+        if self.model.is_early_stage or layout.output_index is None:
             return outputs
-        read = outputs.new_empty(len(reads.tokens), outputs.shape[-1])
+        _, levels, tokens = layout.output_index
+        read = outputs.new_empty(len(tokens), outputs.shape[-1])
         for level, source in enumerate(layout.sources):
-            chosen = reads.levels == level
+            chosen = levels == level
             if not chosen.any():
                 continue
-            wanted = reads.tokens[chosen]
+            wanted = tokens[chosen]
             index = on_device(torch.searchsorted(source.head_tokens, wanted), outputs.device)
             if source is not layout:
                 (stored,) = caches[level].read(_OUTPUTS)

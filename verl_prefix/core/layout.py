@@ -30,8 +30,8 @@ from verl_prefix.core.states import StateIndex
 Kind = Literal["packed", "phase_a", "wave"]
 
 
-class Reads(NamedTuple):
-    """Outputs that rows read: one for each response token, or fewer after `Layout.reading`.
+class OutputIndex(NamedTuple):
+    """Where the outputs that rows read are computed: one for each response token, or fewer after `Layout.with_outputs`.
 
     Attributes:
         places: [n] int64, the place in the batch of each output.
@@ -55,7 +55,7 @@ class Layout:
         segments: the strands, then the suffixes.
         groups: the groups whose rows it computes; none in a dummy.
         strand_starts: where each strand of the prefix source begins in it, by the place of the strand's first token.
-        reads: outputs that rows read; None: those of all suffix tokens, and in a phase A, which has no suffixes, none.
+        output_index: the outputs that rows read; None: those of all its suffix tokens, of which a phase A has none.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
             segments continue them, in the order of their ends.
         enclosing: of a nested pass, the packed row of the phase A around it; else None.
@@ -67,7 +67,7 @@ class Layout:
     segments: tuple[Segment, ...]
     groups: tuple[Group, ...] = ()
     strand_starts: Mapping[int, int] = field(default_factory=dict)
-    reads: Reads | None = None
+    output_index: OutputIndex | None = None
     state_paths: tuple[Path, ...] = ()
     enclosing: "Layout | None" = None
     num_strands: int = 0
@@ -120,29 +120,32 @@ class Layout:
         return StateIndex(strands, suffixes, self.own_start, self.state_paths, outer_states)
 
     @property
-    def read_places(self) -> torch.Tensor:
-        """[n] int64: where in the batch the outputs stand that rows read; each gives the next token's log-prob."""
-        return self.places[self.num_strand_tokens :] if self.reads is None else self.reads.places
+    def output_places(self) -> torch.Tensor:
+        """[n] int64: the place in the batch of each output that rows read, which gives the next token's log-prob."""
+        return self.places[self.num_strand_tokens :] if self.output_index is None else self.output_index.places
 
     @functools.cached_property
     def head_tokens(self) -> torch.Tensor:
         """[m] int64: tokens of the packed row that go through lm_head, in ascending order."""
-        if self.reads is None:
+        if self.output_index is None:
             return torch.arange(self.num_strand_tokens, self.num_tokens)
-        own: torch.Tensor = self.reads.tokens[self.reads.levels == len(self.level_starts) - 1].unique()
+        _, levels, tokens = self.output_index
+        own: torch.Tensor = tokens[levels == len(self.level_starts) - 1].unique()
         return own
 
-    def reading(self, is_read: torch.Tensor) -> "Layout":
-        """The layout that reads only outputs of the batch's tokens `is_read` [N] (bool). It reads at least one output
-        of this packed row, since a backward needs something to start from."""
-        own_level, reads = len(self.level_starts) - 1, self.reads
-        if reads is None:
+    def with_outputs(self, is_read: torch.Tensor) -> "Layout":
+        """The layout that reads only outputs of the batch's tokens `is_read` [N] (bool), and at least one of this
+        packed row, since a backward needs something to start from. Without outputs it stays as it is."""
+        own_level, index = len(self.level_starts) - 1, self.output_index
+        if index is None:
             tokens = torch.arange(self.num_strand_tokens, self.num_tokens)
-            reads = Reads(self.places[tokens], torch.full_like(tokens, own_level), tokens)
-        chosen, is_own = is_read[reads.places], reads.levels == own_level
+            if not self.groups or not len(tokens):
+                return self
+            index = OutputIndex(self.places[tokens], torch.full_like(tokens, own_level), tokens)
+        chosen, is_own = is_read[index.places], index.levels == own_level
         if not (chosen & is_own).any():
             chosen[is_own.nonzero()[0]] = True
-        return replace(self, reads=Reads(*(x[chosen] for x in reads)))
+        return replace(self, output_index=OutputIndex(*(x[chosen] for x in index)))
 
     def calls(self, params: AttentionParams, device: torch.device) -> tuple[Call, ...]:
         """A layer's kernel calls, the first over all queries; built once for all layers of the same `params`."""
@@ -207,17 +210,17 @@ def build_layout(
     if not computed:
         return Layout(torch.zeros(1, dtype=torch.int64), (Segment(1),), strand_starts=strand_starts, kind=kind)
     state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > own_start}
-    return Layout(
+    layout = Layout(
         places=ranges([(place, segment.length) for place, segment in computed]),
         segments=tuple(segment for _, segment in computed),
         groups=tuple(groups),
         strand_starts=strand_starts,
-        reads=_reads(rows, (*(enclosing.level_starts if enclosing else ()), own_start), end - own_start, kind),
         state_paths=tuple(sorted(state_paths, key=end_of)),
         enclosing=enclosing,
         num_strands=len(strands),
         kind=kind,
     )
+    return replace(layout, output_index=_output_index(rows, layout))
 
 
 def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
@@ -235,28 +238,24 @@ def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
     return paths
 
 
-def _reads(rows: Sequence[_MemberRow], level_starts: Sequence[int], num_strand_tokens: int, kind: Kind) -> Reads | None:
+def _output_index(rows: Sequence[_MemberRow], layout: Layout) -> OutputIndex | None:
     """The outputs that rows read; None where they read the outputs of all suffix tokens, or nothing. A phase A reads
-    only outputs that it computes.
-
-    Args:
-        level_starts, num_strand_tokens: of the packed row.
-    """
+    only outputs that it computes."""
     if all(row.fork_start == row.first_output for row in rows):
         return None
-    own_start, starts, first_token = level_starts[-1], torch.tensor(level_starts), num_strand_tokens
-    places, levels, tokens = [], [], []
+    starts = torch.tensor(layout.level_starts)
+    suffix_start = layout.own_start + layout.num_strand_tokens  # as if the prefix source had suffixes after all strands
+    places, tokens = [], []
     for row in rows:
-        of_strands = ranges(last_of(row.path, max(row.fork_start - row.first_output, 0)))
-        of_suffix = torch.arange(first_token, first_token + row.suffix_len)[max(row.first_output - row.fork_start, 0) :]
-        first_token += row.suffix_len
-        end = row.offset + max(row.fork_start, row.first_output)  # of the places whose outputs strands compute
-        if kind == "phase_a":
-            own = len_of(part_of(row.path, own_start))
-            of_strands, of_suffix = of_strands[max(len(of_strands) - own, 0) :], of_suffix[:0]
-        level = torch.searchsorted(starts, of_strands, right=True) - 1
-        levels += [level, torch.full_like(of_suffix, len(level_starts) - 1)]
-        tokens += [of_strands - starts[level], of_suffix]
-        places.append(torch.arange(end - len(of_strands), end + len(of_suffix)))
-    reads = Reads(torch.cat(places), torch.cat(levels), torch.cat(tokens))
-    return reads if len(reads.places) else None
+        path, end = row.path, row.fork_start
+        if layout.kind != "phase_a":
+            path, end = (*path, (suffix_start, row.suffix_len)), end + row.suffix_len
+            suffix_start += row.suffix_len
+        num_read = max(end - row.first_output, 0)
+        if layout.kind == "phase_a":
+            num_read = min(num_read, len_of(part_of(path, layout.own_start)))
+        tokens.append(ranges(last_of(path, num_read)))
+        places.append(torch.arange(row.offset + end - num_read, row.offset + end))
+    of_source = torch.cat(tokens)
+    levels = torch.searchsorted(starts, of_source, right=True) - 1
+    return OutputIndex(torch.cat(places), levels, of_source - starts[levels]) if len(of_source) else None

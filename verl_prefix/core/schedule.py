@@ -146,5 +146,4 @@ def layout_of(planned: PackedPass | PhasedPass, tokens: TokenBatch, enclosing: P
     """The packed row of a packed pass, or of a phase A. The pass may be nested in the phase A `enclosing`."""
     kind: Kind = "phase_a" if isinstance(planned, PhasedPass) else "wave" if planned.is_wave else "packed"
     layout = build_layout(planned.groups, tokens.offsets, kind, enclosing.layout if enclosing else None)
-    has_outputs = layout.reads is not None if kind == "phase_a" else bool(layout.groups)
-    return layout.reading(tokens.is_read) if tokens.is_read is not None and has_outputs else layout
+    return layout if tokens.is_read is None else layout.with_outputs(tokens.is_read)

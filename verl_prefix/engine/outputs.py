@@ -171,17 +171,17 @@ class TokenOutputs:
         rows_of_pass = [row for group in layout.groups for row in group.rows]
         starts, ends = ([self.tokens.offsets[row + end] for row in rows_of_pass] for end in (0, 1))
         *pass_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
-        # `read_places` are places in the batch's flat values. Find each one's row (the last row that starts at or
+        # `output_places` are places in the batch's flat values. Find each one's row (the last row that starts at or
         # before it), and shift it to where that row lies in this pass.
         batch_starts = torch.tensor(starts, dtype=torch.int64)
         order = batch_starts.argsort()
-        rows = order[torch.searchsorted(batch_starts[order], layout.read_places, right=True) - 1]
+        rows = order[torch.searchsorted(batch_starts[order], layout.output_places, right=True) - 1]
         shift = (torch.tensor(pass_starts, dtype=torch.int64) - batch_starts)[rows]
         full = outputs.new_zeros(num_tokens, outputs.shape[-1])
         if self._old_log_probs is not None:
             old = torch.cat([self._old_log_probs[start:end] for start, end in zip(starts, ends, strict=True)])
             full[:, self.names.index("log_probs")] = on_device(old, outputs.device).to(full.dtype)
-        full = full.index_copy(0, on_device(layout.read_places + shift, outputs.device), outputs)
+        full = full.index_copy(0, on_device(layout.output_places + shift, outputs.device), outputs)
         return {
             name: torch.nested.nested_tensor_from_jagged(column, offsets)
             for name, column in zip(self.names, full.unbind(-1), strict=True)

@@ -161,7 +161,7 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
             model.set_attn_implementation(ATTENTION_NAME)
 
             def step(layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
-                return batch.loss(layout.read_places.to(log_probs.device), log_probs)
+                return batch.loss(layout.output_places.to(log_probs.device), log_probs)
 
             ours = PackedForward(
                 HookedModel(model), batch.log_probs, logits_chunk=case.logits_chunk,

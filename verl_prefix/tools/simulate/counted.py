@@ -24,14 +24,14 @@ class CountedForward(PackedForward):
     """The forward, which on fake tensors knows by count alone what rows read of strands."""
 
     def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
-        if layout.reads is None or not isinstance(layout.places, FakeTensor):
+        if layout.output_index is None or not isinstance(layout.places, FakeTensor):
             return super()._read(outputs, layout, caches)
-        total, left = len(layout.reads.tokens), sum(map(functools.partial(_read_around, layout), layout.groups))
+        total, left = len(layout.output_index.tokens), sum(map(functools.partial(_read_around, layout), layout.groups))
         own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
         if not left:
             return own_read
         sources = zip(layout.sources, caches, strict=False)  # of several, the innermost stands for all
-        cache = [cache for source, cache in sources if source.reads is not None][-1]
+        cache = [cache for source, cache in sources if source.output_index is not None][-1]
         (of_strands,) = cache.read(_OUTPUTS)
         at = outputs.new_empty(left, dtype=torch.int64)
         read = ReadPrefix.apply(of_strands, at, cache, _OUTPUTS)
@@ -60,7 +60,7 @@ _head_tokens: Any = vars(Layout)["head_tokens"].func
 
 def _counted_head_tokens(layout: Layout) -> torch.Tensor:
     """`Layout.head_tokens`, of fake tokens by their number."""
-    if layout.reads is None or not isinstance(layout.places, FakeTensor):
+    if layout.output_index is None or not isinstance(layout.places, FakeTensor):
         whole: torch.Tensor = _head_tokens(layout)
         return whole
     kept = sum(group.num_strand_outputs for group in layout.groups) if layout.num_strand_tokens else 0
