@@ -12,7 +12,7 @@ import torch
 from verl_prefix.core.calls import AttentionParams, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, first_fit, most_outputs
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, first_fit, most_outputs
 from verl_prefix.core.planning import leaves_room, limit_waves, make_plan, make_waves, pad_to_same_passes
 from verl_prefix.core.prefix_cache import add_at
 from verl_prefix.core.runs import Segment
@@ -106,7 +106,7 @@ def test_dummies_of_a_rank_without_groups_read_no_strands():
 def test_the_longest_phased_passes_of_two_ranks_run_together():
     """The other rank has one, of three waves: the wave of our shorter one has no partner there."""
     most = iter([[0, 1, -math.inf], [False, 3, 0, 0, False, 0, 0, 0]])
-    wave = PackedPass(is_wave=True)
+    wave = Wave()
     plan = Plan((PhasedPass(nested=(wave,)), PhasedPass(nested=(wave,) * 3)))
     padded = pad_to_same_passes(plan, lambda values: [max(*pair) for pair in zip(values, next(most), strict=True)])
     assert [len(one.waves) for one in padded.phased] == [3, 1]
@@ -170,7 +170,7 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
         offsets = offsets_of(groups_of(shape))
         source = build_layout(groups, offsets, "phase_a")
-        layout = build_layout(wave.groups, offsets, "wave", source)
+        layout = build_layout(wave.groups, offsets, "phase_b", source)
         assert layout.num_strand_tokens == 0 and layout.num_tokens == sum(lens)
         numbers = [next(i for i, group in enumerate(groups) if piece.rows[0] in group.rows) for piece in wave.groups]
         assert [groups[i].strands for i in numbers] == [piece.strands for piece in wave.groups]
@@ -234,7 +234,7 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
     prefixes = build_layout(groups, offsets, "phase_a")
     assert keys_read(prefixes, window, prefixes.places) == [expected(place) for place in prefixes.places.tolist()]
     for wave in make_waves(groups, wave_tokens):
-        layout = build_layout(wave.groups, offsets, "wave", prefixes)
+        layout = build_layout(wave.groups, offsets, "phase_b", prefixes)
         assert keys_read(layout, window, prefixes.places) == [expected(place) for place in layout.places.tolist()]
 
 
@@ -253,7 +253,7 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     assert nothing.output_index.places.tolist() == [4] and nothing.head_tokens.tolist() == [8]
     source = build_layout(groups[1:], [0, 7, 14, 20], "phase_a")
     (wave,) = make_waves(groups[1:], 99)
-    wave = build_layout(wave.groups, [0, 7, 14, 20], "wave", source).with_outputs(torch.zeros_like(is_read))
+    wave = build_layout(wave.groups, [0, 7, 14, 20], "phase_b", source).with_outputs(torch.zeros_like(is_read))
     assert wave.output_index.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
 
 

@@ -211,7 +211,7 @@ def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone,
     groups, offsets = [Group.of_prompt((0, 1), 13, (4, 7)), Group.of_prompt((2,), 0, (5,))], [0, 18, 39, 45]
     packed, prefixes = build_layout(groups, offsets), build_layout(groups, offsets, "phase_a")
     (wave,) = make_waves(groups[:1], 99)
-    wave = build_layout(wave.groups, offsets, "wave", prefixes)
+    wave = build_layout(wave.groups, offsets, "phase_b", prefixes)
     for layout in (packed, wave, prefixes, build_layout([], offsets)):
         shards = [Shards((rank, size), layout, torch.device("cpu")) for rank in range(size)]
         tokens = [one.tokens for one in shards]

@@ -182,7 +182,7 @@ def test_a_wave_that_needs_no_gradient_sends_back_those_of_its_prefix(anchored):
     cache = PrefixCache()
     cache.capture(0, *prefix)
     (wave,) = make_waves([group], 99)
-    wave = build_layout(wave.groups, [0, 20], "wave", build_layout([group], [0, 20], "phase_a"))
+    wave = build_layout(wave.groups, [0, 20], "phase_b", build_layout([group], [0, 20], "phase_a"))
     q, k, v = (x[prefix_len:] for x in rows)
     anchor = cache.anchors[0] if anchored else None
     out = GroupedAttention.apply(q, k, v, None, wave, cpu, AttentionParams(0.3), (cache,), 0, None, anchor)

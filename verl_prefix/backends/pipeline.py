@@ -71,7 +71,7 @@ class PipelineSchedule(MegatronSchedule):
                 with ExitStack() as open_caches:
                     begun = [self._begin(tokens, planned, neighbours, open_caches) for planned in phased]
                     micro_batches += [
-                        _micro_batch(wave, tokens, phase_a, planned.part(number))
+                        _micro_batch(wave, tokens, phase_a, f"wave {number} of {len(planned.waves)}")
                         for planned, phase_a, _ in begun
                         for number, wave in enumerate(planned.waves, start=1)
                     ]

@@ -26,8 +26,8 @@ from verl_prefix.core.groups import Fork, Group
 from verl_prefix.core.runs import Path, Segment, end_of, last_of, len_of, part_of, ranges
 from verl_prefix.core.states import StateIndex
 
-# What a packed row has: strands and suffixes; strands alone; suffixes alone, whose strands a phase A computes.
-Kind = Literal["packed", "phase_a", "wave"]
+# What a packed row has: strands and suffixes; strands alone; or, in a wave, suffixes alone. Times and errors name it.
+Phase = Literal["packed", "phase_a", "phase_b"]
 
 
 class OutputIndex(NamedTuple):
@@ -60,7 +60,7 @@ class Layout:
             segments continue them, in the order of their ends.
         enclosing: of a nested pass, the packed row of the phase A around it; else None.
         num_strands: the first segments, which are strands.
-        kind: which forward it is for; the same on every rank, also where this rank has a dummy.
+        phase: which forward it is for; the same on every rank, also where this rank has a dummy.
     """
 
     places: torch.Tensor
@@ -71,7 +71,7 @@ class Layout:
     state_paths: tuple[Path, ...] = ()
     enclosing: "Layout | None" = None
     num_strands: int = 0
-    kind: Kind = "packed"
+    phase: Phase = "packed"
     _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
 
     @property
@@ -178,7 +178,7 @@ class _MemberRow(NamedTuple):
 
 
 def build_layout(
-    groups: Sequence[Group], offsets: Sequence[int], kind: Kind = "packed", enclosing: Layout | None = None
+    groups: Sequence[Group], offsets: Sequence[int], phase: Phase = "packed", enclosing: Layout | None = None
 ) -> Layout:
     """Builds the packed row of `groups`, best in `pass_order`. Without anything to compute it is a dummy: one token of
     the batch that reads itself, which keeps a rank's collectives in step.
@@ -206,9 +206,9 @@ def build_layout(
             rows.append(_MemberRow(int(offsets[row]), fork.start, suffix_len, first_output, paths[fork]))
             if suffix_len:
                 suffixes.append((int(offsets[row]) + fork.start, Segment(suffix_len, paths[fork])))
-    computed = [*strands, *(suffixes if kind != "phase_a" else ())]
+    computed = [*strands, *(suffixes if phase != "phase_a" else ())]
     if not computed:
-        return Layout(torch.zeros(1, dtype=torch.int64), (Segment(1),), strand_starts=strand_starts, kind=kind)
+        return Layout(torch.zeros(1, dtype=torch.int64), (Segment(1),), strand_starts=strand_starts, phase=phase)
     state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > own_start}
     layout = Layout(
         places=ranges([(place, segment.length) for place, segment in computed]),
@@ -218,7 +218,7 @@ def build_layout(
         state_paths=tuple(sorted(state_paths, key=end_of)),
         enclosing=enclosing,
         num_strands=len(strands),
-        kind=kind,
+        phase=phase,
     )
     return replace(layout, output_index=_output_index(rows, layout))
 
@@ -248,11 +248,11 @@ def _output_index(rows: Sequence[_MemberRow], layout: Layout) -> OutputIndex | N
     places, tokens = [], []
     for row in rows:
         path, end = row.path, row.fork_start
-        if layout.kind != "phase_a":
+        if layout.phase != "phase_a":
             path, end = (*path, (suffix_start, row.suffix_len)), end + row.suffix_len
             suffix_start += row.suffix_len
         num_read = max(end - row.first_output, 0)
-        if layout.kind == "phase_a":
+        if layout.phase == "phase_a":
             num_read = min(num_read, len_of(part_of(path, layout.own_start)))
         tokens.append(ranges(last_of(path, num_read)))
         places.append(torch.arange(row.offset + end - num_read, row.offset + end))

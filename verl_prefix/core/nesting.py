@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from verl_prefix.core.groups import Fork, Group
-from verl_prefix.core.plan import PackedPass, PhasedPass, first_fit
+from verl_prefix.core.plan import PackedPass, PhasedPass, Wave, first_fit
 
 _MOST_TRIED = 8  # phases A of each kind that are tried for one stretch
 
@@ -280,10 +280,10 @@ class Nesting:
 
         bins = _even_bins(way.leaves, way.room)
         in_bins = [nested([row for _, rows in leaves for row in rows]) for leaves in bins]
-        packed = [PackedPass((each,), is_wave=not each.num_strand_tokens) for each in in_bins]
+        packed = [PackedPass((each,)) if each.num_strand_tokens else Wave((each,)) for each in in_bins]
         phased = [self._pass(nested(self._rows[number]), inner) for number, inner in way.inner]
         of_phase_a = group.for_phase_a(row_ends)
-        packed.sort(key=lambda each: not each.is_wave)
+        packed.sort(key=lambda each: not isinstance(each, Wave))
         return PhasedPass((of_phase_a,), (*packed, *phased), of_phase_a.reads_strands)
 
 

@@ -2,84 +2,75 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from verl_prefix.core.groups import Group
+from verl_prefix.core.layout import Phase
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class PackedPass:
-    """Groups whose prefixes and suffixes are one graph. Without groups the pass is a dummy, which keeps this rank's
-    collectives in step.
-
-    Attributes:
-        groups: the groups, each with only those rows that the pass computes.
-        is_wave: it is nested in a phased pass and computes suffixes alone, on every rank.
-    """
+class _GroupsOfPass:
+    """The groups of a pass. Without groups its forward is a dummy, which keeps this rank's collectives in step."""
 
     groups: tuple[Group, ...] = ()
-    is_wave: bool = False
+    phase: ClassVar[Phase]
 
-    @property
-    def phase(self) -> str:
-        """What times and errors call it."""
-        return "phase_b" if self.is_wave else "packed"
-
-    @property
-    def tokens_of_groups(self) -> list[tuple[Group, int]]:
-        """(group, number of its tokens that the pass computes) of each group."""
-        return [(group, group.num_physical_tokens) for group in self.groups]
+    def tokens_of(self, group: Group) -> int:
+        """Number of tokens that the pass's own forward computes of one of its groups."""
+        return group.num_strand_tokens if self.phase == "phase_a" else group.num_physical_tokens
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the pass computes."""
-        return sum(tokens for _, tokens in self.tokens_of_groups)
+        """Number of tokens that the pass's own forward computes, without those of nested passes."""
+        return sum(map(self.tokens_of, self.groups))
 
 
 @dataclass(frozen=True)
-class PhasedPass:
+class PackedPass(_GroupsOfPass):
+    """Groups whose prefixes and suffixes are one graph. Each group has only those rows that the pass computes."""
+
+    phase: ClassVar[Phase] = "packed"
+    depth: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Wave(PackedPass):
+    """A packed pass that is nested in a phased one, and computes suffixes alone, on every rank."""
+
+    phase: ClassVar[Phase] = "phase_b"
+    depth: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class PhasedPass(_GroupsOfPass):
     """Groups whose prefixes run together in phases A and C, and the passes that are nested in it, which are phase B.
-    Without groups phases A and C are dummies as in `PackedPass`.
 
     Nested passes read strands of phase A, and of all phases A around it. Waves compute suffixes alone; other nested
     passes also compute the strands that follow those of phase A. The groups here are those of `Group.for_phase_a`,
-    and nested passes have those of `Group.for_nested_pass`.
+    with the rows of nested passes, which have those of `Group.for_nested_pass`.
 
     Attributes:
-        groups: the groups whose prefixes phase A computes, with the rows of nested passes.
         nested: waves come first, other packed passes second.
         reads_strands: rows of this or another rank read outputs of strands; then lm_head runs in phase A on every rank.
     """
 
-    groups: tuple[Group, ...] = ()
-    nested: "tuple[PackedPass | PhasedPass, ...]" = ()
+    phase: ClassVar[Phase] = "phase_a"
+    nested: "tuple[Pass, ...]" = ()
     reads_strands: bool = False
 
     @property
-    def tokens_of_groups(self) -> list[tuple[Group, int]]:
-        """(group, number of its tokens that phase A computes) of each group."""
-        return [(group, group.num_strand_tokens) for group in self.groups]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that phase A computes."""
-        return sum(tokens for _, tokens in self.tokens_of_groups)
-
-    @property
-    def waves(self) -> list[PackedPass]:
-        return [each for each in packed_and_phased(self.nested)[0] if each.is_wave]
-
-    def part(self, number: int) -> str:
-        """A nested pass in words; `number` counts from 1."""
-        num_waves = len(self.waves)
-        return f"wave {number} of {num_waves}" if number <= num_waves else ""
+    def waves(self) -> list[Wave]:
+        return [each for each in self.nested if isinstance(each, Wave)]
 
     @property
     def depth(self) -> int:
         """How many passes are nested in one another, this pass among them; waves do not count."""
-        return 1 + _depth(self.nested)
+        return 1 + max((each.depth for each in self.nested), default=0)
+
+
+Pass = PackedPass | PhasedPass
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class Plan:
             all.
     """
 
-    passes: tuple[PackedPass | PhasedPass, ...]
+    passes: tuple[Pass, ...]
     recomputed_tokens: int = 0
     idle_groups: tuple[Group, ...] = ()
     at_once: int | None = None
@@ -108,13 +99,13 @@ class Plan:
         return packed_and_phased(self.passes)[1]
 
     @property
-    def all_passes(self) -> list[PackedPass | PhasedPass]:
+    def all_passes(self) -> list[Pass]:
         """All passes, also nested passes; each phased pass stands before the passes that are nested in it."""
         return [each for planned in self.passes for each in _with_nested(planned)]
 
     @property
-    def waves(self) -> list[PackedPass]:
-        return [wave for planned in self.all_passes if isinstance(planned, PhasedPass) for wave in planned.waves]
+    def waves(self) -> list[Wave]:
+        return [planned for planned in self.all_passes if isinstance(planned, Wave)]
 
     @property
     def num_losses(self) -> int:
@@ -124,7 +115,7 @@ class Plan:
     @property
     def depth(self) -> int:
         """How many passes are nested in one another; 1: only waves are nested."""
-        return _depth(self.passes)
+        return max((planned.depth for planned in self.passes), default=0)
 
     @property
     def num_physical_tokens(self) -> int:
@@ -143,7 +134,7 @@ class Plan:
         def longer(group: Group) -> Group:
             return replace(group, suffix_lens=tuple(n + 1 for n in group.suffix_lens))
 
-        def longer_pass(planned: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
+        def longer_pass(planned: Pass) -> Pass:
             groups = tuple(map(longer, planned.groups))
             if isinstance(planned, PackedPass):
                 return replace(planned, groups=groups)
@@ -152,18 +143,13 @@ class Plan:
         return replace(self, passes=tuple(map(longer_pass, self.passes)))
 
 
-def packed_and_phased(passes: Sequence[PackedPass | PhasedPass]) -> tuple[list[PackedPass], list[PhasedPass]]:
+def packed_and_phased(passes: Sequence[Pass]) -> tuple[list[PackedPass], list[PhasedPass]]:
     """Splits passes into packed and phased passes, each in their order."""
     packed = [planned for planned in passes if isinstance(planned, PackedPass)]
     return packed, [planned for planned in passes if isinstance(planned, PhasedPass)]
 
 
-def _depth(passes: Sequence[PackedPass | PhasedPass]) -> int:
-    depths = (each.depth if isinstance(each, PhasedPass) else int(not each.is_wave) for each in passes)
-    return max(depths, default=0)
-
-
-def _with_nested(planned: PackedPass | PhasedPass) -> Iterator[PackedPass | PhasedPass]:
+def _with_nested(planned: Pass) -> Iterator[Pass]:
     yield planned
     for nested in planned.nested if isinstance(planned, PhasedPass) else ():
         yield from _with_nested(nested)

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import pass_order
 from verl_prefix.core.nesting import Nesting
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, first_fit, packed_and_phased
+from verl_prefix.core.plan import PackedPass, Pass, PhasedPass, Plan, Wave, first_fit, packed_and_phased
 
-Pass = TypeVar("Pass", bound=PackedPass | PhasedPass)
+OnePass = TypeVar("OnePass", bound=Pass)
 
 
 def make_plan(
@@ -68,7 +68,7 @@ def make_plan(
             to_phase += pieces
     to_pack = [piece for group in packed_groups for piece in _pieces(group, budget)]
     packed = first_fit(to_pack, lambda group: group.num_physical_tokens, budget)
-    passes: list[PackedPass | PhasedPass] = [PackedPass(tuple(pass_order(members))) for members in packed]
+    passes: list[Pass] = [PackedPass(tuple(pass_order(members))) for members in packed]
     for members in _phased_sets(to_phase, room, sys.maxsize if offload else budget):
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.num_strand_tokens for group in ordered)
@@ -148,7 +148,7 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     return [group.with_rows(range(units[i][0], units[j - 1][1])).pruned() for i, j in pairwise(cuts)]
 
 
-def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[PackedPass, ...]:
+def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens, or of one suffix."""
     waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # number of a group -> start and end of its rows
     used = 0
@@ -162,7 +162,7 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[PackedPass, .
             waves[-1][number] = waves[-1].get(number, (start, end))[0], end
     in_wave = [replace(group, num_outer=len(group.strands)) for group in groups]  # phase A computes all strands
     in_waves = (tuple(in_wave[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
-    return tuple(PackedPass(pieces, is_wave=True) for pieces in in_waves)
+    return tuple(Wave(pieces) for pieces in in_waves)
 
 
 def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
@@ -190,7 +190,7 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
         plan: from `make_plan`, before `pad_to_same_passes`.
     """
 
-    def limited(planned: PackedPass | PhasedPass) -> PackedPass | PhasedPass:
+    def limited(planned: Pass) -> Pass:
         if isinstance(planned, PackedPass):
             return planned
         waves = tuple(planned.waves)
@@ -215,7 +215,7 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
     # `at_once` is negated, so that the maximum is the smallest limit.
     most = reduce_max([len(packed), len(phased), -(plan.at_once or math.inf)])
     phased = _same_shapes(_padded(phased, int(most[1]), PhasedPass()), reduce_max)
-    passes: list[PackedPass | PhasedPass] = [*_padded(packed, int(most[0]), PackedPass()), *phased]
+    passes: list[Pass] = [*_padded(packed, int(most[0]), PackedPass()), *phased]
     at_once = int(-most[2]) if math.isfinite(most[2]) else None
     return replace(plan, passes=tuple(passes) or (PackedPass(),), at_once=at_once)
 
@@ -235,7 +235,7 @@ def _same_shapes(
     for each in phased:
         packed, inner = packed_and_phased(each.nested)
         reads, num_waves, num_others, num_inner = (next(most) for _ in range(4))
-        waves = _padded(each.waves, num_waves, PackedPass(is_wave=True))
+        waves = _padded(each.waves, num_waves, Wave())
         others = _padded(packed[len(each.waves) :], num_others, PackedPass())
         same.append((PhasedPass(each.groups, (*waves, *others), bool(reads)), num_inner))
         all_inner += _padded(_largest_first(inner), num_inner, PhasedPass())
@@ -248,5 +248,5 @@ def _largest_first(phased: Sequence[PhasedPass]) -> list[PhasedPass]:
     return sorted(phased, key=lambda planned: (-planned.depth, -len(planned.nested)))
 
 
-def _padded(passes: Sequence[Pass], length: int, dummy: Pass) -> list[Pass]:
+def _padded(passes: Sequence[OnePass], length: int, dummy: OnePass) -> list[OnePass]:
     return [*passes, *[dummy] * (length - len(passes))]

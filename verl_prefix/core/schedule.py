@@ -14,10 +14,10 @@ import torch
 
 from verl_prefix.core.errors import annotate_loop_body
 from verl_prefix.core.forward import PackedForward, PassOutputs, TokenBatch
-from verl_prefix.core.layout import Kind, Layout, build_layout
+from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
+from verl_prefix.core.plan import PackedPass, Pass, PhasedPass, Plan, Wave
 from verl_prefix.core.prefix_cache import PrefixCache
 
 # The fields of `PassOutputs` -> the loss of their rows
@@ -73,9 +73,7 @@ class Schedule:
                             self.backward(loss)
 
     @contextmanager
-    def forwards(
-        self, tokens: TokenBatch, planned: PackedPass | PhasedPass, last: bool = True
-    ) -> Iterator[Iterator[PassOutputs]]:
+    def forwards(self, tokens: TokenBatch, planned: Pass, last: bool = True) -> Iterator[Iterator[PassOutputs]]:
         """Context of one pass, inside `grouped_attention`. Entering runs phase A. Each iteration yields one forward: of
         the packed pass, or of a nested one; phases A and C of nested passes run as the iteration passes them.
         Exhaust the iterator, since the last nested phase C runs only then. Leaving runs phase C with the gradients of
@@ -116,11 +114,12 @@ class Schedule:
 
     def _nested(self, tokens: TokenBatch, planned: PhasedPass, done: PhaseA, last: bool) -> Generator[PassOutputs]:
         # Where only lm_head is trained there is no phase C, and the backward before it is the last one.
-        last = last and not done.output.requires_grad
+        last, num_waves = last and not done.output.requires_grad, len(planned.waves)
         for number, nested in enumerate(planned.nested, start=1):
             is_last = last and number == len(planned.nested)
             if isinstance(nested, PackedPass):
-                yield from self._packed(tokens, nested, is_last, done, planned.part(number))
+                part = f"wave {number} of {num_waves}" if isinstance(nested, Wave) else ""
+                yield from self._packed(tokens, nested, is_last, done, part)
             else:
                 with self._phases_a_and_c(tokens, nested, done, is_last) as inner:
                     yield from self._nested(tokens, nested, inner, is_last)
@@ -135,15 +134,14 @@ class Schedule:
     ) -> PhaseA:
         """Runs the prefixes of a pass, which `cache` gets."""
         layout, caches = layout_of(planned, tokens, enclosing), enclosing.caches if enclosing else ()
-        with self.meter.phase("phase_a", planned.groups, tokens.input_ids.device), cache.saving():
+        with self.meter.phase(planned.phase, planned.groups, tokens.input_ids.device), cache.saving():
             output = self.forward.phase_a(
                 tokens, layout, cache, with_head=planned.reads_strands, offloads=self.offload, outer_caches=caches
             )
         return PhaseA(layout, output, (*caches, cache))
 
 
-def layout_of(planned: PackedPass | PhasedPass, tokens: TokenBatch, enclosing: PhaseA | None = None) -> Layout:
+def layout_of(planned: Pass, tokens: TokenBatch, enclosing: PhaseA | None = None) -> Layout:
     """The packed row of a packed pass, or of a phase A. The pass may be nested in the phase A `enclosing`."""
-    kind: Kind = "phase_a" if isinstance(planned, PhasedPass) else "wave" if planned.is_wave else "packed"
-    layout = build_layout(planned.groups, tokens.offsets, kind, enclosing.layout if enclosing else None)
+    layout = build_layout(planned.groups, tokens.offsets, planned.phase, enclosing.layout if enclosing else None)
     return layout if tokens.is_read is None else layout.with_outputs(tokens.is_read)

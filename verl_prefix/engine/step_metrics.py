@@ -196,7 +196,7 @@ def plan_metrics(
 ) -> dict[str, float]:
     """Returns this rank's prefix/* metrics of one mini-batch, in which rows of padding share nothing."""
     groups = rows.without_padding(groups)
-    computed = [pair for one in plan.all_passes for pair in one.tokens_of_groups if rows.without_padding(pair[:1])]
+    computed = [(g, one.tokens_of(g)) for one in plan.all_passes for g in rows.without_padding(one.groups)]
     num_logical = sum(group.num_logical_tokens for group in groups)
     shared = [group for group in groups if group.is_shared]
     peak = schedule.meter.phase_b_peak

@@ -7,7 +7,7 @@ from typing import TypeVar
 from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, packed_and_phased
+from verl_prefix.core.plan import Pass, Plan, Wave, packed_and_phased
 
 Item = TypeVar("Item")
 
@@ -43,16 +43,14 @@ def thinned(
     """
     weights: dict[tuple[Group, ...], float] = {}
 
-    def cost(one: PackedPass | PhasedPass) -> float:
+    def cost(one: Pass) -> float:
         inside = Plan((one,))
         # A phase A shows pixels to its waves.
-        with_pixels = (each for each in inside.all_passes if isinstance(each, PhasedPass) or not each.is_wave)
+        with_pixels = (each for each in inside.all_passes if not isinstance(each, Wave))
         shown = seeing([group.rows[0] for each in with_pixels for group in each.groups])
         return shown + RATES.seconds(shape, shape.passes_of(inside))
 
-    def chosen(
-        passes: Sequence[PackedPass | PhasedPass], kept: int, weight: float, last_alone: bool
-    ) -> Iterator[PackedPass | PhasedPass]:
+    def chosen(passes: Sequence[Pass], kept: int, weight: float, last_alone: bool) -> Iterator[Pass]:
         packed, phased = packed_and_phased(passes)
         for one, part in thin(packed, cost, kept, last_alone and not phased):
             weights[one.groups] = weight * part
