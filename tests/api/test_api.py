@@ -41,9 +41,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.api.rows import Batch, LogProbs
-from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.models import logits
+from verl_prefix.models.advice import WHOLE_ROWS
 from verl_prefix.models.hookup import HookedModel
 
 FORMS = ["tensors", "ints", "padded", "groups"]

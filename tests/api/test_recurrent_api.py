@@ -6,7 +6,7 @@ import transformers
 from families import float64_inside  # noqa: F401
 
 from verl_prefix import phased_update, response_log_probs
-from verl_prefix.core.errors import WHOLE_ROWS
+from verl_prefix.models.advice import WHOLE_ROWS
 from verl_prefix.testing import write_tiny_model
 
 

@@ -16,8 +16,8 @@ from tiny_types import default_config, tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.models import vision
+from verl_prefix.models.advice import WITHOUT_SHARING
 from verl_prefix.models.support import check_supported, unsupported_reasons
 
 SHAPE = [(23, [9, 17, 5]), (7, [5, 4])]

@@ -30,10 +30,10 @@ from torch.utils.checkpoint import checkpoint
 
 from verl_prefix.core import layout
 from verl_prefix.core.attention import AttentionPass, GroupedAttention
-from verl_prefix.core.errors import WHOLE_ROWS, WITHOUT_SHARING
 from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
 from verl_prefix.models import recurrent
+from verl_prefix.models.advice import WHOLE_ROWS, WITHOUT_SHARING
 from verl_prefix.models.hookup import grouped_attention_forward
 from verl_prefix.models.support import check_dropout, check_supported
 

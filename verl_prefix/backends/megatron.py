@@ -32,7 +32,6 @@ from verl_prefix.config.megatron import (
     check_spread,
 )
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule, Step
@@ -42,6 +41,7 @@ from verl_prefix.engine.outputs import flags_of, policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.engine.rows import ROUTES, BatchRows
 from verl_prefix.engine.self_check import Gradients, rounding_noise
+from verl_prefix.models.advice import WITHOUT_SHARING
 from verl_prefix.models.mcore import (
     MegatronModel,
     counts_tokens,

@@ -82,7 +82,7 @@ class AttentionPass:
 
         Raises:
             ValueError: no kernel can run such inputs, or not the one that was asked for (`kernels.choose_kernel`).
-            RuntimeError: the layer runs a second time in one forward.
+            CannotShare: the layer runs a second time in one forward.
         """
         in_backward = torch._C._current_graph_task_id() >= 0  # where gradient checkpointing runs a layer again
         if layer in self._layers_run and not in_backward:

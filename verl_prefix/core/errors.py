@@ -9,12 +9,12 @@ import torch
 
 from verl_prefix.core.groups import Group
 
-# What users of verl set where a model cannot share prefixes, in the words of every engine; then also what others do.
-WITHOUT_SHARING = "actor_rollout_ref.actor.prefix.schedule=stock"
-WHOLE_ROWS = f"set {WITHOUT_SHARING}, or without verl call the model on whole rows"
-
 _MANY = 8  # items that a message lists
 _running: ContextVar["annotate_errors | None"] = ContextVar("running", default=None)
+
+
+class CannotShare(RuntimeError):
+    """A model's layers run otherwise than a shared prefix needs. Who knows the users adds what they set instead."""
 
 
 def add_note(error: BaseException, note: str) -> None:

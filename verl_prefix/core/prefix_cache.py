@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verl_prefix.core.errors import WHOLE_ROWS
+from verl_prefix.core.errors import CannotShare
 
 # What leaves tensors for suffixes: an attention layer's index, (part, index) of a recurrent layer, or "outputs".
 Key = Hashable
@@ -65,7 +65,7 @@ class PrefixCache:
             `tensors`.
 
         Raises:
-            RuntimeError: there is something under this key already.
+            CannotShare: there is something under this key already.
         """
         if self._is_open:
             if key in self._stored:
@@ -81,12 +81,13 @@ class PrefixCache:
         """What a layer left, without its graph.
 
         Raises:
-            RuntimeError: it left nothing, or phase C has begun.
+            CannotShare: it left nothing.
+            RuntimeError: phase C has begun.
         """
         if key not in self._stored and self._is_open:
-            raise RuntimeError(
+            raise CannotShare(
                 f"layer {key} runs in a wave and did not run in phase A, and only layers that run in both can share a "
-                f"prefix; {WHOLE_ROWS}"
+                "prefix"
             )
         if key not in self._stored:
             raise RuntimeError(
@@ -130,11 +131,9 @@ class PrefixCache:
         return self._grad.pop(key, None)
 
 
-def ran_twice(key: Key) -> RuntimeError:
+def ran_twice(key: Key) -> CannotShare:
     """An error for a model that runs a layer several times in one forward, or several layers under one index."""
-    return RuntimeError(
-        f"layer {key} ran twice in one forward, and only layers that run once can share a prefix; {WHOLE_ROWS}"
-    )
+    return CannotShare(f"layer {key} ran twice in one forward, and only layers that run once can share a prefix")
 
 
 class _JoinGradCache(torch.autograd.Function):

@@ -13,7 +13,6 @@ from verl.utils import tensordict_utils as tu
 from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.groups import Group
 from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan
@@ -26,6 +25,7 @@ from verl_prefix.engine.paths import WhyStock
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.self_check import Verdict, compare
 from verl_prefix.engine.together import together
+from verl_prefix.models.advice import WITHOUT_SHARING
 from verl_prefix.models.vision import is_vision_config, num_tower_runs, shown_lens
 from verl_prefix.versions import warn_once
 

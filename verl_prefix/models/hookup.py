@@ -16,10 +16,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import AttentionParams
-from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.core.forward import LogitsFn
 from verl_prefix.core.runs import on_device
 from verl_prefix.models import vision
+from verl_prefix.models.advice import WHOLE_ROWS, advising
 from verl_prefix.models.experts import CountedRouters
 from verl_prefix.models.head import ChunkedHead
 from verl_prefix.models.last_layer import on_head_tokens
@@ -118,6 +118,7 @@ class HookedModel:
         finally:
             config._attn_implementation = chosen
 
+    @advising()
     def token_outputs(
         self,
         input_ids: torch.Tensor,

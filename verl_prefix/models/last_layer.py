@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from verl_prefix.core.errors import WHOLE_ROWS
+from verl_prefix.models.advice import WHOLE_ROWS
 from verl_prefix.models.replaced import PassForward, pass_forwards
 
 _NAMES = ("q_proj", "o_proj", "out_proj", "mlp", "feed_forward")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl_prefix.core.errors import WHOLE_ROWS
+from verl_prefix.models.advice import WHOLE_ROWS
 
 # Fields of configs by which models of transformers change logits behind lm_head.
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")

@@ -29,9 +29,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import AttentionParams
-from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.forward import LogitsFn
 from verl_prefix.core.runs import len_of, on_device
+from verl_prefix.models.advice import WITHOUT_SHARING, advising
 from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.head import ChunkedHead
 from verl_prefix.models.replaced import replaced
@@ -109,6 +109,7 @@ class MegatronModel:
     def _attentions_and_model(self) -> list[Any]:
         return [self._model, *(layer.self_attention for layer in self.layers)]
 
+    @advising()
     def token_outputs(
         self,
         input_ids: torch.Tensor,

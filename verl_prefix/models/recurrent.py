@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Spans
-from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.core.recurrence import Scan, Scanned, scan_padded, shared_conv, shared_scan
+from verl_prefix.models.advice import WHOLE_ROWS
 from verl_prefix.models.replaced import PassForward, pass_forwards, replaced
 from verl_prefix.models.state_space import chunk_scan
 

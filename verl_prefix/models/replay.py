@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.models.advice import WITHOUT_SHARING
 from verl_prefix.models.experts import router_kinds
 from verl_prefix.models.replaced import PassForward, pass_forwards
 from verl_prefix.models.support import num_experts

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.models.advice import WITHOUT_SHARING
 from verl_prefix.models.logits import written_elsewhere
 from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.models.vision import MODEL_TYPES, is_vision_config

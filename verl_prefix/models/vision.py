@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from verl_prefix.core.errors import WHOLE_ROWS
 from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import mix
+from verl_prefix.models.advice import WHOLE_ROWS
 from verl_prefix.models.logits import check_runs_in_parts
 from verl_prefix.models.replaced import replaced
 
