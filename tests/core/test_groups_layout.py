@@ -189,7 +189,7 @@ def keys_read(layout, window, prefix_place):
         if call.own is not None:
             keys[call.own] = layout.places
         levels = [*prefix_place.tensor_split(layout.level_starts[1:])]
-        if layout.enclosing:
+        if layout.outer:
             levels[-1] = layout.places
         for prefix in call.prefixes:
             keys[prefix.at] = levels[prefix.level][prefix.tokens]

@@ -159,4 +159,4 @@ def test_a_pass_asks_for_a_kernel_of_its_tensors_and_keeps_nothing_unasked(monke
     assert asked == [(of, {"softcap": False}), (of, {"softcap": True})]
     assert one.num_calls == 2 and one.kept is None
     with pytest.raises(RuntimeError, match="layer 3 runs in a wave and did not run in phase A"):
-        AttentionPass(layout, "reference", caches=[PrefixCache()]).attend(3, q, k, k, None, AttentionParams(0.2))
+        AttentionPass(layout, "reference", outer_caches=[PrefixCache()]).attend(3, q, k, k, None, AttentionParams(0.2))

@@ -48,9 +48,9 @@ def gradients_of_siblings_counted_twice(patch):
     """What the first nested pass sends back is there again for the second."""
     packed = Schedule._packed
 
-    def twice(self, tokens, planned, last, enclosing=None, part=""):
-        yield from packed(self, tokens, planned, last, enclosing, part)
-        for total in enclosing.caches[0]._grad.values() if enclosing else ():
+    def twice(self, tokens, planned, last, outer=None, part=""):
+        yield from packed(self, tokens, planned, last, outer, part)
+        for total in outer.caches[0]._grad.values() if outer else ():
             for one in total:
                 one.mul_(2)
 

@@ -47,11 +47,9 @@ class _MicroBatch(NamedTuple):
     where: tuple[str, str]
 
 
-def _micro_batch(
-    planned: PackedPass, tokens: TokenBatch, enclosing: PhaseA | None = None, part: str = ""
-) -> _MicroBatch:
-    caches = enclosing.caches if enclosing else ()
-    return _MicroBatch(layout_of(planned, tokens, enclosing), caches, (planned.phase, part))
+def _micro_batch(planned: PackedPass, tokens: TokenBatch, outer: PhaseA | None = None, part: str = "") -> _MicroBatch:
+    caches = outer.caches if outer else ()
+    return _MicroBatch(layout_of(planned, tokens, outer), caches, (planned.phase, part))
 
 
 @dataclass(eq=False)

@@ -35,8 +35,8 @@ class AttentionPass:
     Args:
         layout: the packed row that runs.
         kernel: name for `kernels.choose_kernel`.
-        capture: in phase A, the cache that receives the layers' keys and values.
-        caches: of the phases A around a nested pass, the outermost first; segments read their paths there.
+        own_cache: in phase A, the cache that receives the layers' keys and values.
+        outer_caches: of the phases A around a nested pass, the outermost first; segments read their paths there.
         keep_attention: under gradient checkpointing, keeps attention outputs until backward, whose recomputation of
             the layers then runs no attention kernel.
 
@@ -57,14 +57,14 @@ class AttentionPass:
         self,
         layout: Layout,
         kernel: str,
-        capture: PrefixCache | None = None,
-        caches: Sequence[PrefixCache] = (),
+        own_cache: PrefixCache | None = None,
+        outer_caches: Sequence[PrefixCache] = (),
         keep_attention: bool = False,
     ) -> None:
         self.layout = layout
         self.kernel = kernel
-        self.capture = capture
-        self.caches = tuple(caches)
+        self.own_cache = own_cache
+        self.outer_caches = tuple(outer_caches)
         self.shards: Shards | None = None
         self.head_tokens: torch.Tensor | None = None
         self.routes: torch.Tensor | None = None
@@ -93,13 +93,13 @@ class AttentionPass:
         if self.shards is not None:
             q, k, v = self.shards.to_heads(q, k, v)
             sinks = None if sinks is None else self.shards.heads(sinks)
-        if self.capture is not None:
-            k, v = self.capture.capture(layer, k, v)
-        for cache in self.caches:
+        if self.own_cache is not None:
+            k, v = self.own_cache.capture(layer, k, v)
+        for cache in self.outer_caches:
             cache.read(layer)  # raises where phase A left nothing
-        anchor = self.caches[-1].anchors[layer] if self.caches else None
+        anchor = self.outer_caches[-1].anchors[layer] if self.outer_caches else None
         out: torch.Tensor = GroupedAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, sinks, self.layout, kernel, params, self.caches, layer, self.kept, anchor
+            q, k, v, sinks, self.layout, kernel, params, self.outer_caches, layer, self.kept, anchor
         )
         self.on_attention(layer, q, k, v, sinks=sinks, params=params, out=out)
         return out if self.shards is None else self.shards.to_tokens(out)

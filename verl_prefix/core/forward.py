@@ -127,8 +127,7 @@ class PackedForward:
             [m, k], where the backward of phase C starts: the model's output of one token, or of the strand tokens that
             waves read.
         """
-        keeps = self.keep_attention and not offloads
-        attention_pass = self._pass(layout, outer_caches, keeps, capture=cache)
+        attention_pass = self._attention_pass(layout, outer_caches, self.keep_attention and not offloads, cache)
         head_tokens = torch.tensor([layout.num_tokens - 1])
         of_logits: LogitsFn | None = _sum_logits if with_head else None
         if layout.output_index is not None:
@@ -139,18 +138,19 @@ class PackedForward:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
-    def packed(self, tokens: TokenBatch, layout: Layout, caches: Sequence[PrefixCache]) -> PassOutputs:
-        """The forward of a packed pass; `caches` are those of the phases A around it, the outermost first."""
-        attention_pass = self._pass(layout, caches, self.keep_attention)
+    def packed(self, tokens: TokenBatch, layout: Layout, outer_caches: Sequence[PrefixCache]) -> PassOutputs:
+        """The forward of a packed pass; `outer_caches` are those of the phases A around it, the outermost first."""
+        attention_pass = self._attention_pass(layout, outer_caches, self.keep_attention)
         with self.context():
             of_logits = self.of_logits if layout.groups else _sum_logits
             outputs = self._run(tokens, layout.head_tokens, attention_pass, of_logits)
-            return PassOutputs(layout, self._read(outputs, layout, caches))
+            return PassOutputs(layout, self._read(outputs, layout, outer_caches))
 
-    def _pass(self, layout: Layout, caches: Sequence[PrefixCache], keeps: bool, **more: Any) -> AttentionPass:
+    def _attention_pass(
+        self, layout: Layout, outer_caches: Sequence[PrefixCache], keeps: bool, own_cache: PrefixCache | None = None
+    ) -> AttentionPass:
         keeps = keeps and torch.is_grad_enabled()  # for backward
-        made: AttentionPass = self.pass_type(layout, self.kernel, caches=caches, keep_attention=keeps, **more)
-        return made
+        return self.pass_type(layout, self.kernel, own_cache, outer_caches, keeps)
 
     def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
@@ -159,13 +159,13 @@ class PackedForward:
             return outputs
         _, levels, tokens = layout.output_index
         read = outputs.new_empty(len(tokens), outputs.shape[-1])
-        for level, source in enumerate(layout.sources):
+        for level, packed_row in enumerate(layout.levels):
             chosen = levels == level
             if not chosen.any():
                 continue
             wanted = tokens[chosen]
-            index = on_device(torch.searchsorted(source.head_tokens, wanted), outputs.device)
-            if source is not layout:
+            index = on_device(torch.searchsorted(packed_row.head_tokens, wanted), outputs.device)
+            if packed_row is not layout:
                 (stored,) = caches[level].read(_OUTPUTS)
                 of_level: torch.Tensor = ReadPrefix.apply(stored, index, caches[level], _OUTPUTS)  # type: ignore[no-untyped-call]
             else:

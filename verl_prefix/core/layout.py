@@ -58,7 +58,7 @@ class Layout:
         output_index: the outputs that rows read; None: those of all its suffix tokens, of which a phase A has none.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
             segments continue them, in the order of their ends.
-        enclosing: of a nested pass, the packed row of the phase A around it; else None.
+        outer: of a nested pass, the packed row of the phase A around it; else None.
         num_strands: the first segments, which are strands.
         phase: which forward it is for; the same on every rank, also where this rank has a dummy.
     """
@@ -69,7 +69,7 @@ class Layout:
     strand_starts: Mapping[int, int] = field(default_factory=dict)
     output_index: OutputIndex | None = None
     state_paths: tuple[Path, ...] = ()
-    enclosing: "Layout | None" = None
+    outer: "Layout | None" = None
     num_strands: int = 0
     phase: Phase = "packed"
     _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
@@ -84,14 +84,14 @@ class Layout:
         return sum(segment.length for segment in self.segments[: self.num_strands])
 
     @property
-    def sources(self) -> "tuple[Layout, ...]":
+    def levels(self) -> "tuple[Layout, ...]":
         """The packed row of each level: those around this packed row, the outermost first, and itself."""
-        return (*(self.enclosing.sources if self.enclosing else ()), self)
+        return (*(self.outer.levels if self.outer else ()), self)
 
     @functools.cached_property
     def level_starts(self) -> tuple[int, ...]:
-        """The first token of each of `sources` in the prefix source."""
-        return tuple(accumulate((source.num_strand_tokens for source in self.sources[:-1]), initial=0))
+        """The first token of each level in the prefix source."""
+        return tuple(accumulate((level.num_strand_tokens for level in self.levels[:-1]), initial=0))
 
     @property
     def own_start(self) -> int:
@@ -116,7 +116,7 @@ class Layout:
     def states(self) -> StateIndex:
         """The states that recurrent layers leave in this packed row, and the states that its segments start from."""
         strands, suffixes = self.segments[: self.num_strands], self.segments[self.num_strands :]
-        outer_states = [source.states for source in self.sources[:-1]]
+        outer_states = [level.states for level in self.levels[:-1]]
         return StateIndex(strands, suffixes, self.own_start, self.state_paths, outer_states)
 
     @property
@@ -178,18 +178,18 @@ class _MemberRow(NamedTuple):
 
 
 def build_layout(
-    groups: Sequence[Group], offsets: Sequence[int], phase: Phase = "packed", enclosing: Layout | None = None
+    groups: Sequence[Group], offsets: Sequence[int], phase: Phase = "packed", outer: Layout | None = None
 ) -> Layout:
     """Builds the packed row of `groups`, best in `pass_order`. Without anything to compute it is a dummy: one token of
     the batch that reads itself, which keeps a rank's collectives in step.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        enclosing: for a nested pass: the packed row of the phase A around it, which has the outer strands of
+        outer: for a nested pass: the packed row of the phase A around it, which has the outer strands of
             these groups.
     """
-    strand_starts = dict(enclosing.strand_starts) if enclosing else {}
-    own_start = end = enclosing.own_start + enclosing.num_strand_tokens if enclosing else 0
+    strand_starts = dict(outer.strand_starts) if outer else {}
+    own_start = end = outer.own_start + outer.num_strand_tokens if outer else 0
     strands, suffixes, rows = [], [], []
     for group in groups:
         places = [int(offsets[strand.row]) + strand.start for strand in group.strands]
@@ -216,7 +216,7 @@ def build_layout(
         groups=tuple(groups),
         strand_starts=strand_starts,
         state_paths=tuple(sorted(state_paths, key=end_of)),
-        enclosing=enclosing,
+        outer=outer,
         num_strands=len(strands),
         phase=phase,
     )

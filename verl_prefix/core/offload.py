@@ -179,7 +179,7 @@ class Dormant:
     is_ahead: bool = False  # on the device before backward asks
 
 
-class _Saved:
+class _DormantTensor:
     """What the graph holds of a saved tensor whose storage is dormant. Backward may never ask for it: a part of the
     graph on which nothing depends is only let go of.
 
@@ -198,7 +198,7 @@ class _Saved:
 
 # What the graph holds for a saved tensor: the tensor itself, a place in host memory, or the parameter that it was cast
 # from, with the dtype of the cast, its size, its stride and its storage offset.
-Saved = torch.Tensor | _Saved | tuple[torch.nn.Parameter, torch.dtype, torch.Size, tuple[int, ...], int]
+Saved = torch.Tensor | _DormantTensor | tuple[torch.nn.Parameter, torch.dtype, torch.Size, tuple[int, ...], int]
 
 
 class OffloadedPrefixCache(PrefixCache):
@@ -253,7 +253,7 @@ class OffloadedPrefixCache(PrefixCache):
             if (parameter := _parameter_of(tensor)) is not None:
                 return parameter, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
             if (dormant := self._find_or_copy(tensor)) is not None:
-                return _Saved(dormant, tensor, self._let_go)
+                return _DormantTensor(dormant, tensor, self._let_go)
         return tensor.detach()  # since a graph node that holds its own output is a cycle that nothing collects
 
     def _unpack(self, saved: Saved) -> torch.Tensor:

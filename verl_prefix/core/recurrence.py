@@ -60,8 +60,8 @@ def shared_scan(
     if split:
         inherited = _initial_states(attention_pass, key, None, "strands", device)
         outputs, states = _scan_strands(layout, inputs, scan, inherited)
-        if attention_pass.capture is not None:
-            outputs = attention_pass.capture.capture(key, states, beside=(outputs,))[-1]
+        if attention_pass.own_cache is not None:
+            outputs = attention_pass.own_cache.capture(key, states, beside=(outputs,))[-1]
         parts.append(outputs)
     if suffixes.lens:
         initial = _initial_states(attention_pass, key, states, "suffixes", device)
@@ -113,8 +113,8 @@ def shared_conv(
     if num:
         inherited = _initial_states(attention_pass, key, None, "strands", x.device)
         tails = _last_inputs(layout, x, tail_len, inherited)
-        if attention_pass.capture is not None:
-            x = attention_pass.capture.capture(key, tails, beside=(x,))[-1]
+        if attention_pass.own_cache is not None:
+            x = attention_pass.own_cache.capture(key, tails, beside=(x,))[-1]
     of_segments = x.split(lens)
     before = [x.new_zeros(tail_len, x.shape[-1])] * len(of_segments)
     for i, strand in enumerate(layout.segments[:num]):
@@ -154,7 +154,7 @@ def _initial_states(
     Args:
         own: [M, ...], states that the packed row's own strands leave; None where no segment starts from these.
     """
-    layout, caches = attention_pass.layout, attention_pass.caches
+    layout, caches = attention_pass.layout, attention_pass.outer_caches
     total = layout.num_strands if of == "strands" else len(layout.states.suffixes.lens)
     initial = None
     for level, segments, numbers in layout.states.initial(of, device):

@@ -94,23 +94,23 @@ class Schedule:
 
     @contextmanager
     def _phases_a_and_c(
-        self, tokens: TokenBatch, planned: PhasedPass, enclosing: PhaseA | None, last: bool
+        self, tokens: TokenBatch, planned: PhasedPass, outer: PhaseA | None, last: bool
     ) -> Iterator[PhaseA]:
         device = tokens.input_ids.device
         with self.prefix_cache(device) as cache:
-            done = self.phase_a(tokens, planned, cache, enclosing)
+            done = self.phase_a(tokens, planned, cache, outer)
             yield done
             if done.output.requires_grad:
                 with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
                     cache.backward(done.output)
 
     def _packed(
-        self, tokens: TokenBatch, planned: PackedPass, last: bool, enclosing: PhaseA | None = None, part: str = ""
+        self, tokens: TokenBatch, planned: PackedPass, last: bool, outer: PhaseA | None = None, part: str = ""
     ) -> Generator[PassOutputs]:
-        layout = layout_of(planned, tokens, enclosing)
+        layout = layout_of(planned, tokens, outer)
         phase = self.meter.phase(planned.phase, planned.groups, tokens.input_ids.device, part)
         with phase, self.gradient_sync(last):
-            yield self.forward.packed(tokens, layout, enclosing.caches if enclosing else ())
+            yield self.forward.packed(tokens, layout, outer.caches if outer else ())
 
     def _nested(self, tokens: TokenBatch, planned: PhasedPass, done: PhaseA, last: bool) -> Generator[PassOutputs]:
         # Where only lm_head is trained there is no phase C, and the backward before it is the last one.
@@ -130,10 +130,10 @@ class Schedule:
         return OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache()
 
     def phase_a(
-        self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, enclosing: PhaseA | None = None
+        self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, outer: PhaseA | None = None
     ) -> PhaseA:
         """Runs the prefixes of a pass, which `cache` gets."""
-        layout, caches = layout_of(planned, tokens, enclosing), enclosing.caches if enclosing else ()
+        layout, caches = layout_of(planned, tokens, outer), outer.caches if outer else ()
         with self.meter.phase(planned.phase, planned.groups, tokens.input_ids.device), cache.saving():
             output = self.forward.phase_a(
                 tokens, layout, cache, with_head=planned.reads_strands, offloads=self.offload, outer_caches=caches
@@ -141,7 +141,7 @@ class Schedule:
         return PhaseA(layout, output, (*caches, cache))
 
 
-def layout_of(planned: Pass, tokens: TokenBatch, enclosing: PhaseA | None = None) -> Layout:
-    """The packed row of a packed pass, or of a phase A. The pass may be nested in the phase A `enclosing`."""
-    layout = build_layout(planned.groups, tokens.offsets, planned.phase, enclosing.layout if enclosing else None)
+def layout_of(planned: Pass, tokens: TokenBatch, outer: PhaseA | None = None) -> Layout:
+    """The packed row of a packed pass, or of a phase A. The pass may be nested in the phase A `outer`."""
+    layout = build_layout(planned.groups, tokens.offsets, planned.phase, outer.layout if outer else None)
     return layout if tokens.is_read is None else layout.with_outputs(tokens.is_read)

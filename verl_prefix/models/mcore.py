@@ -192,7 +192,7 @@ class MegatronModel:
         one, core = self._running.attention_pass, attention.core_attention
         # Padding of sequence parallelism stands behind them.
         q, k, v = (x[: self._running.num_tokens, 0] for x in (query, key, value))
-        if one.capture is not None and getattr(attention, "recompute_up_proj", False):
+        if one.own_cache is not None and getattr(attention, "recompute_up_proj", False):
             k, v = k.clone(), v.clone()  # mcore empties their memory until backward, and waves read them before
         width = v.shape[-1]
         v = torch.nn.functional.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v

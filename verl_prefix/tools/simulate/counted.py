@@ -30,8 +30,8 @@ class CountedForward(PackedForward):
         own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
         if not left:
             return own_read
-        sources = zip(layout.sources, caches, strict=False)  # of several, the innermost stands for all
-        cache = [cache for source, cache in sources if source.output_index is not None][-1]
+        levels = zip(layout.levels, caches, strict=False)  # of several, the innermost stands for all
+        cache = [cache for level, cache in levels if level.output_index is not None][-1]
         (of_strands,) = cache.read(_OUTPUTS)
         at = outputs.new_empty(left, dtype=torch.int64)
         read = ReadPrefix.apply(of_strands, at, cache, _OUTPUTS)
