@@ -10,7 +10,6 @@
 Every token is computed once. What is alive at once is the strands of the phases A around, and one pass among them.
 """
 
-import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -106,24 +105,17 @@ class Nesting:
                     self._sizes[number] += self._sizes[following]
                     self._rows[number] += self._rows[following]
 
-    @functools.cached_property
-    def best_way(self) -> _Way | None:
-        """The way for the whole group; None where it cannot be nested (`_read_stretches`), as a group of one prompt."""
-        return self._best() if self._can_nest else None
-
-    def is_better(self, tokens: int, forwards: int) -> bool:
-        """Whether the best way needs fewer than `tokens` tokens, or as many in fewer than `forwards` forwards."""
-        way = self.best_way
-        return way is not None and (self._group.num_physical_tokens, way.forwards) < (tokens, forwards)
-
-    def passes(self) -> PhasedPass:
-        """The pass of the whole group."""
-        assert self.best_way is not None
-        return self._pass(self._group, self.best_way)
+    def better_than(self, tokens: int, forwards: int) -> PhasedPass | None:
+        """The pass of the whole group by the best way, if it needs fewer than `tokens` tokens, or as many in fewer than
+        `forwards` forwards; else None, as for a tree that cannot be nested (`_read_stretches`)."""
+        way = self._best() if self._can_nest else None
+        if way is None or (self._group.num_physical_tokens, way.forwards) >= (tokens, forwards):
+            return None
+        return self._pass(self._group, way)
 
     def deepest(self) -> PhasedPass | None:
-        """The pass in which every stretch has a phase A of its own, and every suffix a packed pass; None: as of
-        `best_way`."""
+        """The pass in which every stretch has a phase A of its own, and every suffix a packed pass; None where the tree
+        cannot be nested."""
 
         def way(number: int) -> _Way:
             stretch = self._stretches[number]

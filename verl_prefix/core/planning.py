@@ -51,32 +51,41 @@ def make_plan(
     if schedule not in ("packed", "phased", "auto"):
         raise ValueError(f"schedule={schedule!r}: a plan is packed, phased or auto")
     live = pass_order(groups)
-    is_packed = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
-    packed_groups = [group for group, packs in zip(live, is_packed, strict=True) if packs]
-    phased_groups = [group for group, packs in zip(live, is_packed, strict=True) if not packs]
+    to_pack, to_phase = list[Group](), list[Group]()
+    for group in live:
+        packs = schedule == "packed" or (schedule == "auto" and group.num_physical_tokens <= budget)
+        (to_pack if packs else to_phase).append(group)
+    pieces = [piece for group in to_pack for piece in _pieces(group, budget)]
+    bins = first_fit(pieces, lambda group: group.num_physical_tokens, budget)
+    packed = (PackedPass(tuple(pass_order(members))) for members in bins)
+    phased = _phased_passes(to_phase, budget, wave_tokens, offload, least_wave, nests)
+    plan = Plan((*packed, *phased), idle_groups=tuple(group for group in groups if not group.num_suffix_tokens))
+    return replace(plan, recomputed_tokens=plan.num_physical_tokens - sum(group.num_physical_tokens for group in live))
+
+
+def _phased_passes(
+    groups: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool, least_wave: int, nests: bool
+) -> list[PhasedPass]:
+    """The phased passes of a plan, those of nested passes last; arguments are those of `make_plan`."""
     if wave_tokens is not None and not leaves_room(wave_tokens, budget, offload):
         wave_tokens = None
     room = prefix_room(budget, wave_tokens, offload)
-    nested: list[PhasedPass] = []
-    to_phase: list[Group] = []
-    for group in phased_groups:
-        pieces = _pieces(group, room, suffixes=False)
+    pieces, phased, nested = list[Group](), list[PhasedPass](), list[PhasedPass]()
+    for group in groups:
+        of_group = _pieces(group, room, suffixes=False)
         nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
-        if nesting and nesting.is_better(*_one_level(pieces, budget, wave_tokens, offload)):
-            nested.append(nesting.passes())
+        better = nesting and nesting.better_than(*_one_level(of_group, budget, wave_tokens, offload))
+        if better:
+            nested.append(better)
         else:
-            to_phase += pieces
-    to_pack = [piece for group in packed_groups for piece in _pieces(group, budget)]
-    packed = first_fit(to_pack, lambda group: group.num_physical_tokens, budget)
-    passes: list[Pass] = [PackedPass(tuple(pass_order(members))) for members in packed]
-    for members in _phased_sets(to_phase, room, sys.maxsize if offload else budget):
+            pieces += of_group
+    for members in _phased_sets(pieces, room, sys.maxsize if offload else budget):
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.num_strand_tokens for group in ordered)
         left = max(budget - resident, least_wave)
         waves = make_waves(ordered, min(wave_tokens or left, left))
-        passes.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
-    plan = Plan((*passes, *nested), idle_groups=tuple(group for group in groups if not group.num_suffix_tokens))
-    return replace(plan, recomputed_tokens=plan.num_physical_tokens - sum(group.num_physical_tokens for group in live))
+        phased.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
+    return [*phased, *nested]
 
 
 def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
