@@ -11,7 +11,7 @@ row with its own copy, and after `vision.share_pixels`.
 
 - stock: HF's own forward with sdpa on one whole row at a time, lm_head on every token, as verl's FSDP engine runs it.
 - stock_lean: the same, with lm_head on response tokens only, as ours.
-- packed, phased: `schedule.Schedule`; phased in waves of one suffix.
+- packed, phased: `runner.PlanRunner`; phased in waves of one suffix.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from verl_prefix.core.forward import PackedForward, TokenBatch
 from verl_prefix.core.groups import group_by_key
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.planning import make_plan
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.files import write_whole
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.vision import PixelBatch, share_pixels
@@ -137,7 +137,7 @@ def run_shared(model: PreTrainedModel, batch: Batch, schedule: str) -> None:
     # The wave budget is that of one suffix, the pass's that of the whole group.
     plan = make_plan(batch.groups, batch.groups[0].num_physical_tokens, schedule, batch.suffix)
     tokens = TokenBatch(batch.flat, batch.positions, offsets, pixels)
-    Schedule(PackedForward(HookedModel(model), outputs), step, torch.Tensor.backward).run(tokens, plan)
+    PlanRunner(PackedForward(HookedModel(model), outputs), step, torch.Tensor.backward).run(tokens, plan)
 
 
 def run_arm(model: PreTrainedModel, arm: str, batch: Batch) -> float:

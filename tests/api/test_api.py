@@ -1,6 +1,6 @@
 """`verl_prefix.response_log_probs` and `phased_update` against HF's own forward of every whole row, without verl.
 
-float64 1e-9 (HF's fp32 norm is replaced, as in test_schedule) and fp32 5e-6, relative, on log-probs, entropy and every
+float64 1e-9 (HF's fp32 norm is replaced, as in test_runner) and fp32 5e-6, relative, on log-probs, entropy and every
 gradient. Also against the prefix-grouper package on the same padded inputs. The loss weighs log-probs and entropies.
 """
 

@@ -394,12 +394,12 @@ def test_ours_is_megatrons_and_one_ranks(models, ranks, world, which, table):
 
 def _rounds(models: dict, which: str) -> float:
     """How often a step's stages drain and fill."""
-    from verl_prefix.backends.pipeline import PipelineSchedule
+    from verl_prefix.backends.pipeline import PipelineRunner
 
-    run, count = PipelineSchedule._run_1f1b, []
+    run, count = PipelineRunner._run_1f1b, []
     with pytest.MonkeyPatch.context() as patch:
         counted = lambda self, *args: (count.append(self.backward), run(self, *args))  # noqa: E731
-        patch.setattr(PipelineSchedule, "_run_1f1b", counted)
+        patch.setattr(PipelineRunner, "_run_1f1b", counted)
         name, prefix, rows, layout = CASES[get_world_size()][which]
         _ours(models, name, prefix, rows, layout)
     return sum(backward is not None for backward in count) / 2
@@ -578,9 +578,9 @@ def gathered_gradients_multiplied_twice(patch):
 
 
 def gradients_finalized_twice(patch):
-    from verl_prefix.backends.megatron import MegatronSchedule
+    from verl_prefix.backends.megatron import MegatronRunner
 
-    run = MegatronSchedule.run
+    run = MegatronRunner.run
 
     def twice(self, *args):
         run(self, *args)
@@ -589,7 +589,7 @@ def gradients_finalized_twice(patch):
 
             unwrapped(self.module).config.finalize_model_grads_func([self.module], None)
 
-    patch.setattr(MegatronSchedule, "run", twice)
+    patch.setattr(MegatronRunner, "run", twice)
 
 
 def prefix_counted_once(patch):

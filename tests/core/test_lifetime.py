@@ -10,7 +10,7 @@ import torch
 from runners import random_rollouts, run_shared
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from verl_prefix.core import prefix_cache, schedule
+from verl_prefix.core import prefix_cache, runner
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.offload import OffloadedPrefixCache
 
@@ -80,8 +80,8 @@ def test_nothing_is_left_after_an_exception_between_a_and_c(tracked, monkeypatch
                 raise FloatingPointError(where)
 
     model, rollouts = build(), random_rollouts(SHAPE, 61)
-    real = schedule.Schedule.__init__
-    monkeypatch.setattr(schedule.Schedule, "__init__", lambda self, f, s, b, **kw: real(self, f, s, backward, **kw))
+    real = runner.PlanRunner.__init__
+    monkeypatch.setattr(runner.PlanRunner, "__init__", lambda self, f, s, b, **kw: real(self, f, s, backward, **kw))
     with pytest.raises(FloatingPointError, match=where):
         run_shared(model, rollouts, "phased", wave_tokens=20)
     assert model.config._attn_implementation == "sdpa"
@@ -109,9 +109,9 @@ def test_phase_c_forgets_each_layers_caches_as_it_comes_to_it(monkeypatch, check
 
 
 def test_a_prefix_graph_has_no_lm_head(monkeypatch):
-    model, real = build(), schedule.Schedule.__init__
+    model, real = build(), runner.PlanRunner.__init__
     monkeypatch.setattr(
-        schedule.Schedule, "__init__", lambda self, f, s, b, **kw: real(self, f, s, lambda loss: None, **kw)
+        runner.PlanRunner, "__init__", lambda self, f, s, b, **kw: real(self, f, s, lambda loss: None, **kw)
     )
     run_shared(model, random_rollouts(SHAPE, 61), "phased", wave_tokens=12)
     assert {name for name, p in model.named_parameters() if p.grad is None} == {"lm_head.weight"}

@@ -44,7 +44,7 @@ from verl_prefix.backends.fsdp import FSDPBackend
 from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.self_check import Figure, LayerProbe
 from verl_prefix.testing import write_tiny_model
@@ -677,8 +677,10 @@ def _chunks(models: dict, given: int | None, temperature: float = 1.0) -> list[i
     options = {"logits_chunk": given, "verify": "off", "min_speedup": 0, "temperature": temperature}
     engine, found = _engine("prefix", models["qwen3"], options), []
     data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, options)
-    run = Schedule.run
-    spy = mock.patch.object(Schedule, "run", lambda self, *a: found.append(self.forward.logits_chunk) or run(self, *a))
+    run = PlanRunner.run
+    spy = mock.patch.object(
+        PlanRunner, "run", lambda self, *a: found.append(self.forward.logits_chunk) or run(self, *a)
+    )
     with spy, mock.patch.object(FSDPBackend, "reads_logits_once", lambda self, flags: True):
         with engine.eval_mode(disable_auto_offload=True):
             engine.infer_batch(data.copy())

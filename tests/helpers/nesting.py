@@ -2,7 +2,7 @@
 
 from verl_prefix.core import attention
 from verl_prefix.core.prefix_cache import PrefixCache
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 
 
 def gradients_of_the_outermost_dropped(patch):
@@ -28,7 +28,7 @@ class _Deaf:
 
 def cache_freed_a_phase_early(patch):
     """A nested pass's phase C takes what was sent back to the phase A around it so far."""
-    made, backward, open_ = Schedule.prefix_cache, PrefixCache.backward, []
+    made, backward, open_ = PlanRunner.prefix_cache, PrefixCache.backward, []
 
     def kept(self, device):
         open_.append(made(self, device))
@@ -40,13 +40,13 @@ def cache_freed_a_phase_early(patch):
         open_.remove(self)
         backward(self, *args)
 
-    patch.setattr(Schedule, "prefix_cache", kept)
+    patch.setattr(PlanRunner, "prefix_cache", kept)
     patch.setattr(PrefixCache, "backward", early)
 
 
 def gradients_of_siblings_counted_twice(patch):
     """What the first nested pass sends back is there again for the second."""
-    packed = Schedule._packed
+    packed = PlanRunner._packed
 
     def twice(self, tokens, planned, last, outer=None, part=""):
         yield from packed(self, tokens, planned, last, outer, part)
@@ -54,7 +54,7 @@ def gradients_of_siblings_counted_twice(patch):
             for one in total:
                 one.mul_(2)
 
-    patch.setattr(Schedule, "_packed", twice)
+    patch.setattr(PlanRunner, "_packed", twice)
 
 
 BROKEN = [gradients_of_the_outermost_dropped, cache_freed_a_phase_early, gradients_of_siblings_counted_twice]

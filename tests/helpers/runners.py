@@ -11,7 +11,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import make_plan, pad_to_same_passes
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.testing.rollouts import Rollouts, flatten
 
@@ -57,7 +57,7 @@ def run_shared(
     plan: Callable[[Sequence[Group]], Plan] | None = None,
     **options: Any,
 ) -> list[torch.Tensor]:
-    """`run_stock` by `core.schedule.Schedule`. Options are fields of it and of its `PackedForward`. Tests break the
+    """`run_stock` by `core.runner.PlanRunner`. Options are fields of it and of its `PackedForward`. Tests break the
     maths by `edit`, which changes the tokens. plan: another one than `make_plan` makes."""
     parameter = next(model.parameters())
     device = parameter.device
@@ -77,7 +77,7 @@ def run_shared(
 
     of_forward = {field.name: options.pop(field.name) for field in fields(PackedForward) if field.name in options}
     forward = PackedForward(HookedModel(model), outputs, **of_forward)
-    runner = Schedule(forward, step, torch.Tensor.backward if train else None, **options)
+    runner = PlanRunner(forward, step, torch.Tensor.backward if train else None, **options)
     with torch.set_grad_enabled(train):
         runner.run(edit(tokens, passes), passes)
     return [

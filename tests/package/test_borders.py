@@ -94,7 +94,7 @@ def test_imports_stay_inside_the_borders():
 @pytest.mark.parametrize(
     "module, imported",
     [
-        ("core/schedule.py", "verl_prefix.models.hookup.HookedModel"),
+        ("core/runner.py", "verl_prefix.models.hookup.HookedModel"),
         ("core/layout.py", "transformers.AutoConfig"),
         ("core/kernels/cpu.py", "flash_attn.flash_attn_func"),
         ("models/vision.py", "verl.utils"),

@@ -36,8 +36,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
-    "attention", "calls", "groups", "layout", "nesting", "offload", "plan", "planning", "prefix_cache", "recurrence",
-    "schedule", "states", "trees",
+    "attention", "calls", "groups", "layout", "nesting", "offload", "plan", "planning", "prefix_cache", "prefix_keys",
+    "recurrence", "runner", "runs", "states", "trees",
 )  # fmt: skip
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",
@@ -78,29 +78,30 @@ TESTS = {
     "auto/placement": "tests/auto/test_placement.py",
     "core/calls": "tests/core/test_kernels.py tests/core/test_flash_attn_package.py tests/core/test_groups_layout.py",
     "core/kernels": "tests/core/test_kernels.py",
-    "core/attention": "tests/core/test_kernels.py tests/core/test_schedule.py tests/core/test_fused_merge.py "
+    "core/attention": "tests/core/test_kernels.py tests/core/test_runner.py tests/core/test_fused_merge.py "
     f"tests/models/test_frozen.py {FAMILIES}a_model_that_bypasses_the_attention_interface_is_noticed {VERIFY} "
     "tests/engine/test_sequence_parallel.py",
     "core/recurrence": f"{FAMILIES}one_long_response_pads_no_short_one {FAMILIES}family_equals_hf {VERIFY} "
     "tests/models/test_recurrent_packages.py",
     "core/states": f"tests/core/test_trees.py {FAMILIES}family_equals_hf {VERIFY}",
-    "core/schedule": "tests/core/test_schedule.py tests/core/test_lifetime.py tests/core/test_offload.py "
+    "core/runner": "tests/core/test_runner.py tests/core/test_lifetime.py tests/core/test_offload.py "
     f"{DUMMIES} tests/engine/test_engine_equivalence.py::test_lm_head_runs_where_the_loss_reads_alone",
     "core/trees": "tests/core/test_trees.py", "core/nesting": NESTING, "core/plan.py": LAYOUTS,
-    "core/groups": LAYOUTS, "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py",
+    "core/groups": LAYOUTS, "core/runs": LAYOUTS, "core/prefix_keys": LAYOUTS,
+    "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py",
     "core/planning": f"tests/core/test_groups_layout.py {CUT} {COST}passes_of_a_plan_count_each_token_once "
     f"{COST}what_does_not_fit_is_cut_or_phased_by_cost {COST}waves_hide_their_own_cost_for_an_eighth_of_memory "
     f"{COST}plan_says_what_the_engine_does",
     "core/offload": "tests/core/test_offload.py tests/core/test_fsdp.py tests/core/test_lifetime.py",
-    "core/prefix_cache": "tests/core/test_lifetime.py tests/core/test_schedule.py tests/core/test_precision.py",
-    "core/": f"tests/core/test_kernels.py tests/core/test_schedule.py tests/core/test_lifetime.py {DUMMIES} "
+    "core/prefix_cache": "tests/core/test_lifetime.py tests/core/test_runner.py tests/core/test_precision.py",
+    "core/": f"tests/core/test_kernels.py tests/core/test_runner.py tests/core/test_lifetime.py {DUMMIES} "
     f"{FAMILIES}attention_that_is_kept_runs_no_kernel_again_and_changes_nothing",
     "models/recurrent": "tests/auto/test_recurrent_cost.py tests/models/test_recurrent_packages.py "
     f"{FAMILIES}a_run_leaves_modules_and_hooks_as_they_were "
     "tests/engine/test_recurrent_engine.py::test_verls_packed_rows_leak_and_our_stock_path_does_not",
     "models/vision": "tests/models/test_vision.py tests/models/test_frozen.py tests/engine/test_vision_engine.py "
     "tests/engine/test_sequence_parallel.py",
-    "models/": f"tests/core/test_schedule.py tests/api {FAMILIES}what_a_layer_asks_for_and_would_not_get_is_refused",
+    "models/": f"tests/core/test_runner.py tests/api {FAMILIES}what_a_layer_asks_for_and_would_not_get_is_refused",
     "engine/pass_results": "tests/engine/test_faults.py tests/engine/test_engine_equivalence.py",
     "engine/outputs": "tests/engine/test_engine_equivalence.py",
     "engine/": "tests/engine/test_exchange_rows.py tests/engine/test_exchange.py",

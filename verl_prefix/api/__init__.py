@@ -6,7 +6,7 @@
 
 Log-probs, entropies and gradients are those of the model's own forward on every whole row. Prompts and responses go in
 as tokens; rows are cut into prefix and suffix here, and grouped. Sources: Prefix Grouper (arXiv 2506.05433) for packed,
-schedule-level reuse (arXiv 2606.01143) for phased; see `core.schedule`.
+schedule-level reuse (arXiv 2606.01143) for phased; see `core.runner`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from verl_prefix.api.rows import Batch, HiddenBatch, PerToken
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.forward import PackedForward, PassOutputs
 from verl_prefix.core.plan import Plan
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.models import messages, support
 from verl_prefix.models.hidden import HiddenStateModel
 from verl_prefix.models.hookup import HookedModel
@@ -225,11 +225,11 @@ def phased_update(
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
     check_waves(max_tokens, wave_tokens, offload)
     forward = PackedForward(HookedModel(model), batch.of_logits, kernel=attention, logits_chunk=logits_chunk)
-    return _waves(Schedule(forward, offload=offload), batch, batch.plan("phased", max_tokens, wave_tokens, offload))
+    return _waves(PlanRunner(forward, offload=offload), batch, batch.plan("phased", max_tokens, wave_tokens, offload))
 
 
 @contextmanager
-def _waves(schedule: Schedule, batch: Batch, plan: Plan) -> Iterator[Iterator[Wave]]:
+def _waves(runner: PlanRunner, batch: Batch, plan: Plan) -> Iterator[Iterator[Wave]]:
     """The context of `phased_update`."""
     planned, num_waves = plan.phased, plan.num_losses
     missing = num_waves
@@ -239,15 +239,15 @@ def _waves(schedule: Schedule, batch: Batch, plan: Plan) -> Iterator[Iterator[Wa
         for i, one in enumerate(planned):
             if i:
                 phases.close()  # phase C of the set before
-                forwards = phases.enter_context(schedule.forwards(batch.tokens, one))
+                forwards = phases.enter_context(runner.forwards(batch.tokens, one))
             for done in forwards:
                 missing -= 1
                 by_row = batch.by_row(done)
                 rows = sorted(by_row)
                 yield Wave(rows, *batch.shaped(rows, by_row))
 
-    with schedule.forward.model.grouped_attention(), ExitStack() as phases:
-        first = phases.enter_context(schedule.forwards(batch.tokens, planned[0])) if planned else iter(())
+    with runner.forward.model.grouped_attention(), ExitStack() as phases:
+        first = phases.enter_context(runner.forwards(batch.tokens, planned[0])) if planned else iter(())
         with closing(iterate(phases, first)) as waves:
             yield waves
             if not missing:
@@ -272,7 +272,7 @@ def _by_row(
         context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
         pass_type=functools.partial(_GraphPass, hidden) if torch.is_grad_enabled() else AttentionPass,
     )  # fmt: skip
-    runner = Schedule(forward)
+    runner = PlanRunner(forward)
     if schedule == "phased":
         check_waves(max_tokens, wave_tokens)
         return recomputed_by_row(model.model, runner, batch, batch.plan("phased", max_tokens, wave_tokens))

@@ -71,7 +71,7 @@ def check_model(model: Any, reads_head: bool) -> None:
     if sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise TypeError(
             f"{name} is sharded by {'FSDP' if sharded else 'DeepSpeed ZeRO-3'}, whose ranks must run the same passes; "
-            "use verl_prefix.core.schedule.Schedule with verl_prefix.core.planning.pad_to_same_passes, or the verl "
+            "use verl_prefix.core.runner.PlanRunner with verl_prefix.core.planning.pad_to_same_passes, or the verl "
             "plugin"
         )
     if reads_head and model.get_output_embeddings() is None:

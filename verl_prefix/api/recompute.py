@@ -15,15 +15,15 @@ from torch.autograd.function import once_differentiable
 
 from verl_prefix.api.rows import Batch, row_lens, split_rows
 from verl_prefix.core.plan import Plan
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 
 
-def outputs_by_row(schedule: Schedule, batch: Batch, plan: Plan) -> Generator[dict[int, torch.Tensor]]:
+def outputs_by_row(runner: PlanRunner, batch: Batch, plan: Plan) -> Generator[dict[int, torch.Tensor]]:
     """Yields `Batch.by_row` of every pass and wave. The caller runs a backward before it asks for the next one; phase C
     follows the last."""
-    with schedule.forward.model.grouped_attention():
+    with runner.forward.model.grouped_attention():
         for planned in plan.passes:
-            with schedule.forwards(batch.tokens, planned) as forwards:
+            with runner.forwards(batch.tokens, planned) as forwards:
                 for done in forwards:
                     yield batch.by_row(done)
 
@@ -41,12 +41,12 @@ def autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[Any
     )
 
 
-def recomputed_by_row(model: torch.nn.Module, schedule: Schedule, batch: Batch, plan: Plan) -> dict[int, torch.Tensor]:
+def recomputed_by_row(model: torch.nn.Module, runner: PlanRunner, batch: Batch, plan: Plan) -> dict[int, torch.Tensor]:
     """`Batch.by_row` of a whole phased plan; a backward from there runs the plan again."""
     if not plan.passes:
         return {}
     lens = row_lens(batch.groups)
-    return split_rows(_PhasedOutputs.apply(model, schedule, batch, plan, lens, *_trainable(model)), lens)
+    return split_rows(_PhasedOutputs.apply(model, runner, batch, plan, lens, *_trainable(model)), lens)
 
 
 class _PhasedOutputs(torch.autograd.Function):
@@ -57,15 +57,15 @@ class _PhasedOutputs(torch.autograd.Function):
     def forward(
         ctx: Any,
         model: torch.nn.Module,
-        schedule: Schedule,
+        runner: PlanRunner,
         batch: Batch,
         plan: Plan,
         lens: dict[int, int],
         *parameters: torch.nn.Parameter,
     ) -> torch.Tensor:
-        ctx.args = model, schedule, batch, plan, lens, parameters
+        ctx.args = model, runner, batch, plan, lens, parameters
         ctx.versions = [parameter._version for parameter in parameters]
-        by_row = {row: x for rows in outputs_by_row(schedule, batch, plan) for row, x in rows.items()}
+        by_row = {row: x for rows in outputs_by_row(runner, batch, plan) for row, x in rows.items()}
         ctx.bound = _bound(model, batch.device)
         outputs = torch.cat([by_row[row] for row in lens])
         ctx.save_for_backward(outputs)
@@ -74,14 +74,14 @@ class _PhasedOutputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        model, schedule, batch, plan, lens, parameters = ctx.args
+        model, runner, batch, plan, lens, parameters = ctx.args
         # Versions are exact: they show even the step of a small learning rate, which rounding hides in the outputs.
         now = _trainable(model)
         if [*map(id, parameters)] != [*map(id, now)] or ctx.versions != [parameter._version for parameter in now]:
             _changed("a parameter was changed, or whether it is trained")
         grads, before = split_rows(grad, lens), split_rows(ctx.saved_tensors[0], lens)
         with _leaves(model, parameters) as leaves, torch.enable_grad():
-            with closing(outputs_by_row(schedule, batch, plan)) as waves:
+            with closing(outputs_by_row(runner, batch, plan)) as waves:
                 for rows in waves:
                     _check_same(rows, before, batch.dtype, ctx.bound)
                     torch.autograd.backward(list(rows.values()), [grads[row] for row in rows])

@@ -11,7 +11,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import PackedPass, Plan
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 
 # Tokens of a measured segment, and of a measured pass: enough for a device to reach its usual speed.
 _UNIT = {"cpu": 64, "cuda": 512}
@@ -27,7 +27,7 @@ def measure(
     budget: int,
     batch_tokens: int,
     device: torch.device,
-    schedule: Callable[..., Schedule],
+    new_runner: Callable[..., PlanRunner],
     gradients_aside: Callable[[], AbstractContextManager[None]],
     forward_only: bool,
 ) -> Rates:
@@ -35,7 +35,7 @@ def measure(
 
     Args:
         budget: most tokens of a pass. batch_tokens: see `effort`.
-        schedule: makes a `Schedule` of the run's kind from (outputs, step, forward_only).
+        new_runner: makes a `PlanRunner` of the run's kind from (outputs, step, forward_only).
         gradients_aside: context in which the model's parameters have no gradients; those that they had come back.
         forward_only: measure passes without backward, for which gradients may have no memory.
     """
@@ -44,7 +44,7 @@ def measure(
     offsets = [i * unit for i in range(_num_segments(max_tokens, unit) + 1)]
     index = torch.arange(offsets[-1] + 1, device=device)
     tokens = TokenBatch(index % shape.vocab_size, index % unit, offsets)
-    runner = schedule(
+    runner = new_runner(
         lambda _, logits: torch.logsumexp(logits.float(), -1, keepdim=True),
         lambda layout, outputs: outputs.sum() * 0.0,
         forward_only,

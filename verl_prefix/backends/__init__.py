@@ -7,7 +7,7 @@ Reading order:
     stock_path          what FSDP2's stock path needs to be right
     veomni              verl's VeOmni engine, `model_engine=prefix_veomni`, where verl can import its own
     megatron            verl's Megatron engine, `model_engine=prefix_megatron`, likewise
-    megatron_schedule   how Megatron runs a plan's passes
+    megatron_runner     how Megatron runs a plan's passes
     pipeline            the same on the stages of a pipeline
 
 In what they differ most:

@@ -18,7 +18,7 @@ from verl_prefix.backends.stock_path import without_ulysses
 from verl_prefix.config.model import check_dealt, check_sequence_parallel
 from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import Schedule, Step
+from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay
 from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.self_check import Gradients, rounding_noise
@@ -84,11 +84,11 @@ class HFBackend(Backend):
         shards = (local_shard(p) for p in self._engine.module.parameters() if p.requires_grad)
         return float(sum(shard.nbytes for shard in shards if shard.device.type != "cpu"))
 
-    def schedule(
+    def runner(
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
-    ) -> Schedule:  # fmt: skip
-        return Schedule(
+    ) -> PlanRunner:  # fmt: skip
+        return PlanRunner(
             PackedForward(
                 HookedModel(self._engine.module, replays=self.replay is not None),
                 of_logits,
@@ -103,9 +103,9 @@ class HFBackend(Backend):
             meter=meter or Meter(),
         )
 
-    def model_metrics(self, schedule: Schedule) -> dict[str, float]:
-        assert isinstance(schedule.forward.model, HookedModel)
-        return schedule.forward.model.expert_loads.metrics(self.ranks.sum_over_ranks)
+    def model_metrics(self, runner: PlanRunner) -> dict[str, float]:
+        assert isinstance(runner.forward.model, HookedModel)
+        return runner.forward.model.expert_loads.metrics(self.ranks.sum_over_ranks)
 
     def _backward(self, loss: torch.Tensor) -> None:
         scaler = getattr(self._engine, "scaler", None)  # of fp16
@@ -130,7 +130,7 @@ class HFBackend(Backend):
             "pad_size": 0,
         }  # fmt: skip
         # Under sequence parallelism verl's engine would gather outputs here, and its processor cut the teacher's rows.
-        # All are this rank's tokens': the schedule gathers outputs of a pass once.
+        # All are this rank's tokens': the runner gathers outputs of a pass once.
         with replaced(self._engine, "use_ulysses_sp", False), without_ulysses():
             model_output = SimpleNamespace(logits=logits.unsqueeze(0))
             outputs = self._engine.prepare_model_outputs(model_output, output_args, tokens, processor)

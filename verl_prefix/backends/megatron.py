@@ -23,8 +23,8 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, shape_of_config
-from verl_prefix.backends.megatron_schedule import MegatronSchedule
-from verl_prefix.backends.pipeline import PipelineSchedule
+from verl_prefix.backends.megatron_runner import MegatronRunner
+from verl_prefix.backends.pipeline import PipelineRunner
 from verl_prefix.config.megatron import (
     PrefixMegatronEngineConfig,
     check_built,
@@ -34,7 +34,7 @@ from verl_prefix.config.megatron import (
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import Schedule, Step
+from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import flags_of, policy_outputs
@@ -127,12 +127,12 @@ class MegatronBackend(Backend):
     def gradient_bytes(self) -> float:
         return 0.0  # the buffer that holds them is there before an update begins
 
-    def schedule(
+    def runner(
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
-    ) -> Schedule:  # fmt: skip
+    ) -> PlanRunner:  # fmt: skip
         stages = self._engine.engine_config.pipeline_model_parallel_size
-        return (PipelineSchedule if stages > 1 else MegatronSchedule)(
+        return (PipelineRunner if stages > 1 else MegatronRunner)(
             PackedForward(MegatronModel(self._module), of_logits, sequence_group=self.ranks.slice_group, **options),
             step,
             None if forward_only else self._backward,
@@ -146,12 +146,12 @@ class MegatronBackend(Backend):
         scale = unwrapped(self._module).config.grad_scale_func
         (loss if scale is None else scale(loss)).backward()
 
-    def model_metrics(self, schedule: Schedule) -> dict[str, float]:
-        assert isinstance(schedule.forward.model, MegatronModel)
+    def model_metrics(self, runner: PlanRunner) -> dict[str, float]:
+        assert isinstance(runner.forward.model, MegatronModel)
         config = unwrapped(self._module).config
-        if config.num_moe_experts is None or schedule.backward is None:
+        if config.num_moe_experts is None or runner.backward is None:
             return {}
-        loads = schedule.forward.model.expert_loads
+        loads = runner.forward.model.expert_loads
         return loads.metrics(self.ranks.sum_over_ranks, config.num_layers, config.num_moe_experts)
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.backends.megatron_schedule import MegatronSchedule
+from verl_prefix.backends.megatron_runner import MegatronRunner
 from verl_prefix.core.errors import annotate_backwards, annotate_errors
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.prefix_cache import PrefixCache
-from verl_prefix.core.schedule import PhaseA, layout_of
+from verl_prefix.core.runner import PhaseA, layout_of
 from verl_prefix.models.mcore import unwrapped
 from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
 
@@ -53,8 +53,8 @@ def _micro_batch(planned: PackedPass, tokens: TokenBatch, outer: PhaseA | None =
 
 
 @dataclass(eq=False)
-class PipelineSchedule(MegatronSchedule):
-    """A schedule for several stages, each of which has a part of the layers. Every stage has the same plan."""
+class PipelineRunner(MegatronRunner):
+    """A runner for several stages, each of which has a part of the layers. Every stage has the same plan."""
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
         assert plan.depth < 2, "stages run phases A apart, and would leave out what is nested in them"

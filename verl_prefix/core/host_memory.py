@@ -53,7 +53,7 @@ class HostPages:
         return self.free.pop() if self.free else None
 
 
-# The process's pages for a device. They outlive a schedule, which lives for one mini-batch.
+# The process's pages for a device. They outlive a `PlanRunner`, which lives for one mini-batch.
 host_pages = functools.cache(HostPages)
 
 

@@ -1,4 +1,4 @@
-"""Measures what a schedule runs: seconds of its phases, memory of its waves, bytes that offload moved."""
+"""Measures what a `PlanRunner` runs: seconds of its phases, memory of its waves, bytes that offload moved."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ from verl_prefix.core.groups import Group
 
 
 class Meter:
-    """What a schedule's runs took.
+    """What the runs of a `PlanRunner` took.
 
     Args:
         measure_peak: measures `phase_b_peak`, which needs CUDA. It resets the device's peak statistics, which other

@@ -6,7 +6,7 @@
     phase C   storages and grad caches return in reverse order, ahead of backward while there is room, else when it asks
 
 This is schedule-level reuse with dormant offload. On CPU the same code copies to ordinary host memory at once, so that
-everything is tested though nothing is gained. This module knows neither model nor schedule.
+everything is tested though nothing is gained. This module knows neither model nor plan.
 """
 
 import bisect

@@ -22,7 +22,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import LogitsFn
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import Schedule, Step
+from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.self_check import Gradients
 
@@ -158,19 +158,19 @@ class Backend(Protocol):
     def gradient_bytes(self) -> float:
         """Bytes of this rank's gradients, which an update will hold; 0 in an engine for log-probs alone."""
 
-    def schedule(
+    def runner(
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
-    ) -> Schedule:  # fmt: skip
-        """A schedule that runs plans on this model, with its autocast and its synchronisation of gradients.
+    ) -> PlanRunner:  # fmt: skip
+        """A runner that runs plans on this model, with its autocast and its synchronisation of gradients.
 
         Args:
-            of_logits, options: of `core.forward.PackedForward`. step, offload, meter: of `core.schedule.Schedule`.
+            of_logits, options: of `core.forward.PackedForward`. step, offload, meter: of `core.runner.PlanRunner`.
             forward_only: without backward.
         """
 
-    def model_metrics(self, schedule: Schedule) -> dict[str, float]:
-        """prefix/* of what the model's forwards did in this schedule's runs. Every rank calls it."""
+    def model_metrics(self, runner: PlanRunner) -> dict[str, float]:
+        """prefix/* of what the model's forwards did in this runner's runs. Every rank calls it."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of forwards and losses."""

@@ -18,7 +18,7 @@ from verl_prefix.core.groups import Group, leave_out
 from verl_prefix.core.kernels.flash_attn import is_deterministic
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import leaves_room
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss
@@ -38,7 +38,7 @@ class Paths:
     """Plans an engine's batches, once the engine has its model.
 
     Args:
-        schedule: makes a schedule of (outputs, step, forward_only). headroom: of this rank's device.
+        runner: makes a runner of (outputs, step, forward_only). headroom: of this rank's device.
         role: the engine's, as of `config.actor.role_of`.
 
     Attributes:
@@ -47,7 +47,7 @@ class Paths:
     """
 
     def __init__(
-        self, backend: Backend, options: PrefixConfig, schedule: Callable[..., Schedule], headroom: Headroom,
+        self, backend: Backend, options: PrefixConfig, runner: Callable[..., PlanRunner], headroom: Headroom,
         role: str,
     ) -> None:  # fmt: skip
         self.options, self._role = options, role
@@ -72,7 +72,7 @@ class Paths:
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
             return measure(
                 costs.shape, budget, batch_tokens=batch_tokens, device=torch.device(get_device_name()),
-                schedule=functools.partial(schedule, logits_chunk=costs.memory.chunk),
+                new_runner=functools.partial(runner, logits_chunk=costs.memory.chunk),
                 gradients_aside=backend.gradients_aside, forward_only=forward_only,
             )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """PrefixEngine: verl's engine with a `forward_backward_batch` that shares prefixes.
 
 verl hands the engine a rank's whole mini-batch. The stock path cuts it into micro-batches of rows. Ours groups the
-rows, plans passes over groups (`core.planning`), runs them (`core.schedule`) and computes log-probs, entropy and loss
+rows, plans passes over groups (`core.planning`), runs them (`core.runner`) and computes log-probs, entropy and loss
 of each pass with verl's own functions, on those tokens alone whose outputs rows read. What differs from engine to
 engine of verl is its backend's.
 """
@@ -188,13 +188,13 @@ class PrefixEngine:
         # Also where these are recorded, since the update replays them.
         last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
         results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
-        schedule = self._schedule(
+        runner = self._runner(
             results.token_outputs.from_logits, results.step, forward_only, offload=self.prefix_config.offload,
             keep_attention=memory.attention_kept, logits_chunk=memory.chunk, pass_type=pass_type, meter=meter,
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext():
             try:
-                schedule.run(results.token_outputs.tokens, plan.with_last_tokens() if last_tokens else plan)
+                runner.run(results.token_outputs.tokens, plan.with_last_tokens() if last_tokens else plan)
             except torch.OutOfMemoryError:  # a search would need memory, too
                 raise
             except RuntimeError:  # as of mcore, which looks for NaN in gradients and knows no rows
@@ -211,7 +211,7 @@ class PrefixEngine:
             same_sums(output["metrics"], ranks.data)
         if output["model_output"] and results.token_outputs.tokens.records:
             output["model_output"][ROUTES] = results.token_outputs.recorded(plan)
-        metrics = plan_metrics(rows, groups, plan, schedule, loss) | self.backend.model_metrics(schedule)
+        metrics = plan_metrics(rows, groups, plan, runner, loss) | self.backend.model_metrics(runner)
         if self.prefix_config.skip_zero_advantage and not forward_only:
             metrics["prefix/zero_advantage_rows"] = num_dead(rows, plan)
         metrics["prefix/nonfinite_passes"] = num_not_finite * ranks.stages  # for those that see no outputs
@@ -246,7 +246,7 @@ class PrefixEngine:
         """Ends the constructor: verl's engine is there, by `engine_config`. What needs the model follows in
         `initialize`."""
         self.backend = backend
-        self._schedule = functools.partial(backend.schedule, kernel=self.prefix_config.attention)
+        self._runner = functools.partial(backend.runner, kernel=self.prefix_config.attention)
         self._role = role_of(engine_config)
         self._verification = Verification(backend, self.prefix_config, self.run_plan)
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
@@ -270,7 +270,7 @@ class PrefixEngine:
             )
         self._headroom = Headroom(self.backend)
         self._update_meter = Meter()
-        self._paths = Paths(self.backend, self.prefix_config, self._schedule, self._headroom, self._role)
+        self._paths = Paths(self.backend, self.prefix_config, self._runner, self._headroom, self._role)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Loads as verl's; after that no trace is recorded."""

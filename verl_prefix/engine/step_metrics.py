@@ -14,7 +14,7 @@ import torch
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import Plan
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.exchange import Exchange
 from verl_prefix.engine.grouping import TreeRule, tokens_by_trees
@@ -192,21 +192,21 @@ class StepMetrics:
 
 
 def plan_metrics(
-    rows: BatchRows, groups: Sequence[Group], plan: Plan, schedule: Schedule, loss: Loss
+    rows: BatchRows, groups: Sequence[Group], plan: Plan, runner: PlanRunner, loss: Loss
 ) -> dict[str, float]:
     """Returns this rank's prefix/* metrics of one mini-batch, in which rows of padding share nothing."""
     groups = rows.without_padding(groups)
     computed = [(g, one.tokens_of(g)) for one in plan.all_passes for g in rows.without_padding(one.groups)]
     num_logical = sum(group.num_logical_tokens for group in groups)
     shared = [group for group in groups if group.is_shared]
-    peak = schedule.meter.phase_b_peak
+    peak = runner.meter.phase_b_peak
     # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are not
     # comparable.
     of_groups = {} if loss.is_unknown else {GROUP_TOKENS: sum(group.num_physical_tokens for group in groups)}
     return {
         **of_groups,
         **({"prefix/phase_b_peak_gib": peak / 2**30} if peak else {}),
-        "prefix/attention_kept": schedule.forward.keep_attention,
+        "prefix/attention_kept": runner.forward.keep_attention,
         "prefix/groups": len(shared),
         "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
         "prefix/tree_depth": max(
@@ -217,8 +217,8 @@ def plan_metrics(
         "prefix/recomputed_tokens": plan.recomputed_tokens,
         "prefix/packed_passes": plan.num_losses - len(plan.waves),
         "prefix/waves": len(plan.waves),
-        "prefix/offloaded_gib": schedule.meter.transfers["host_bytes"] / 2**30,
-        **{f"timing_s/prefix_{phase}": seconds for phase, seconds in schedule.meter.seconds.items()},
+        "prefix/offloaded_gib": runner.meter.transfers["host_bytes"] / 2**30,
+        **{f"timing_s/prefix_{phase}": seconds for phase, seconds in runner.meter.seconds.items()},
     }
 
 

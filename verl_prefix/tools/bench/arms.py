@@ -4,7 +4,7 @@
     stock_lean       the same with lm_head on response tokens alone: a stronger baseline than verl has
     prefix_grouper   the package of that name (0.0.1.post1), as published: lm_head on every token of its packed row
     one_level        packed, of rows of several turns: whole prompts alone are shared, no trees
-    packed, phased   `schedule.Schedule`; phased with waves of at most an eighth of the budget
+    packed, phased   `runner.PlanRunner`; phased with waves of at most an eighth of the budget
     auto             the plan that `auto.chooser` makes, in waves that fill the budget (the plugin's defaults)
     +checkpoint      gradient checkpointing of decoder layers
     +offload         phased: prefixes wait in host memory (on a CPU only its cost shows)
@@ -33,8 +33,8 @@ from verl_prefix.core.kernels import aten
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan, first_fit
 from verl_prefix.core.planning import make_plan
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.core.runs import Segment
-from verl_prefix.core.schedule import Schedule
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
 from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.testing.rollouts import flatten, turn_rollouts
@@ -167,9 +167,9 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
                 HookedModel(model), batch.log_probs, logits_chunk=case.logits_chunk,
                 keep_attention=added == "checkpoint",
             )  # fmt: skip
-            schedule = Schedule(ours, step, backward, offload=added == "offload")
-            schedule.run(batch.tokens, plan)
-            backward_s += schedule.meter.seconds.get("phase_c", 0.0)
+            runner = PlanRunner(ours, step, backward, offload=added == "offload")
+            runner.run(batch.tokens, plan)
+            backward_s += runner.meter.seconds.get("phase_c", 0.0)
         else:
             name, forwards = _forwards(case, path, attention)
             model.set_attn_implementation(name)

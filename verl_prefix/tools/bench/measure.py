@@ -17,7 +17,7 @@ from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.plan import Plan
-from verl_prefix.core.schedule import Schedule, Step
+from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.files import parse_json
 from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel
@@ -145,12 +145,12 @@ class Bench:
             result["seconds"]["log_probs"].append(run_arm(case, arm, train=False).seconds)
 
     def _rates(self, budget: int, batch_tokens: int, forward_only: bool) -> Rates:
-        def schedule(of_logits: LogitsFn, step: Step, forward_only: bool) -> Schedule:
+        def runner(of_logits: LogitsFn, step: Step, forward_only: bool) -> PlanRunner:
             forward = PackedForward(HookedModel(self.model), of_logits)
-            return Schedule(forward, step, None if forward_only else torch.Tensor.backward)
+            return PlanRunner(forward, step, None if forward_only else torch.Tensor.backward)
 
         return measure(
-            self.shape, budget, batch_tokens=batch_tokens, device=self.model.device, schedule=schedule,
+            self.shape, budget, batch_tokens=batch_tokens, device=self.model.device, new_runner=runner,
             gradients_aside=functools.partial(gradients_aside, self.model), forward_only=forward_only,
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ class Arm:
             the same with lm_head on responses alone; "packed" or "phased".
         rows: of a micro-batch of stock at most; None: as the budget allows.
         offload: `prefix.offload`, of phases.
-        keeps_attention: packed and phased, under gradient checkpointing; see `Schedule.keep_attention`.
+        keeps_attention: packed and phased, under gradient checkpointing; see `PackedForward.keep_attention`.
         all_logits: packed and phased, where `Job.logits_chunk` is None and there is no entropy: all logits of a pass of
             an update exist at once.
     """

@@ -1,6 +1,6 @@
 """One rank's mini-batch on each path, as verl's engines run it, on fake tensors.
 
-The schedule, attention, Hugging Face model, verl's FSDP2 wrapping and torch's AdamW are the real ones. Simulated
+The runner, attention, Hugging Face model, verl's FSDP2 wrapping and torch's AdamW are the real ones. Simulated
 here are the lines of verl's engine around them: stock's micro-batches of whole rows, autocast, the gradient
 synchronisation, the log-probs of logits; with flash-attn's cross entropy, whose kernel needs a GPU, in words of torch.
 """
@@ -27,8 +27,8 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan, first_fit
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.core.runs import Segment
-from verl_prefix.core.schedule import Schedule
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.simulate import experts, scans
@@ -83,7 +83,7 @@ class Simulation:
 
     def __init__(self, job: Job, tracker: Tracker, meshes: Any, device: str, kernel: str = KERNEL.__name__) -> None:
         self.job, self.tracker, self.device, self.kernel = job, tracker, device, kernel
-        self.transfers: Counter[str] = Counter()  # of the last run's schedule
+        self.transfers: Counter[str] = Counter()  # of the last run
         with torch.device(device):
             model = build_model(job).train()
         if kernel == KERNEL.__name__:
@@ -219,7 +219,7 @@ class Simulation:
             keep_attention=update and arm.keeps_attention and may_keep,
             sequence_group=self.group,
         )
-        schedule = Schedule(
+        runner = PlanRunner(
             forward,
             lambda layout, outputs: outputs.sum(),
             self._backward if update else None,
@@ -228,9 +228,9 @@ class Simulation:
             meter=_Meter(self.tracker, "" if update else "log_probs/", weights),
         )
         with known_by_count():
-            schedule.run(self.tokens, plan)
+            runner.run(self.tokens, plan)
         self.tracker.read()  # losses and metrics of all passes
-        self.transfers = schedule.meter.transfers
+        self.transfers = runner.meter.transfers
 
     def _stock(self, arm: Arm, budget: int, update: bool) -> None:
         job = self.job

@@ -1,4 +1,4 @@
-"""The schedule of verl's Megatron engine: passes one after the other, then what mcore does once after the last."""
+"""The runner of verl's Megatron engine: passes one after the other, then what mcore does once after the last."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ import torch
 
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.plan import Plan
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.models.mcore import router_counts, scale_auxiliary_losses, unwrapped
 from verl_prefix.models.mcore_pipeline import gather_routes
 
 
 @dataclass(eq=False)
-class MegatronSchedule(Schedule):
-    """A schedule whose gradients mcore reduces once, after the last backward, as after the last micro-batch of verl's
+class MegatronRunner(PlanRunner):
+    """A runner whose gradients mcore reduces once, after the last backward, as after the last micro-batch of verl's
     own path. No backward finishes all of them: phase C has no lm_head, so that their reduction cannot overlap it.
 
     Attributes:

@@ -40,7 +40,7 @@ class PhaseA:
 
 
 @dataclass(eq=False)
-class Schedule:
+class PlanRunner:
     """Runs the passes of a plan: packed passes, and phases A, B and C.
 
     Attributes:

@@ -18,10 +18,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from verl_prefix.core import attention, forward, groups, layout, planning, prefix_cache
-from verl_prefix.core import schedule as core_schedule
+from verl_prefix.core import runner as core_runner
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.kernels import cpu
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.testing.rollouts import flatten
 
@@ -165,7 +165,7 @@ def broken(monkeypatch, name: str) -> dict:
             one = [rows[0]._replace(length=sum(segment.length for segment in rows)) for rows in blocks]
             return dataclasses.replace(right, segments=(*prefixes, *one))
 
-        monkeypatch.setattr("verl_prefix.core.schedule.build_layout", one_block)
+        monkeypatch.setattr("verl_prefix.core.runner.build_layout", one_block)
         return dict(schedule="packed")
     if name == "last_prefix_token_hidden":
         make = layout.build_layout
@@ -175,7 +175,7 @@ def broken(monkeypatch, name: str) -> dict:
             segments = tuple(s._replace(path=tuple((a, n - 1) for a, n in s.path if n > 1)) for s in right.segments)
             return dataclasses.replace(right, segments=segments)
 
-        monkeypatch.setattr("verl_prefix.core.schedule.build_layout", shorter)
+        monkeypatch.setattr("verl_prefix.core.runner.build_layout", shorter)
         return dict(schedule="packed")
     if name == "suffix_share_of_prefix_gradient_lost":
         backward = cpu.backward
@@ -210,7 +210,7 @@ def test_broken_maths_is_far_off(monkeypatch, name):
 
 def test_the_usage_of_the_readme_equals_repeated_prefix():
     """The lines of Python in verl_prefix/core/README.md."""
-    lines = (Path(core_schedule.__file__).parent / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    lines = (Path(core_runner.__file__).parent / "README.md").read_text().split("```python\n")[1].split("```")[0]
     model, rollouts = build(), random_rollouts(SHAPE, 97)
     tokens, weights, _ = flatten(rollouts, torch.device("cpu"))
     log_probs = torch.zeros(len(weights), dtype=torch.float64)
@@ -229,7 +229,7 @@ def test_the_usage_of_the_readme_equals_repeated_prefix():
             model=HookedModel(model), of_logits=of_logits, step=step, input_ids=tokens.input_ids,
             position_ids=tokens.position_ids, offsets=tokens.offsets,
         )  # fmt: skip
-        exec(lines, vars(planning) | vars(forward) | vars(groups) | vars(core_schedule) | given)
+        exec(lines, vars(planning) | vars(forward) | vars(groups) | vars(core_runner) | given)
         ends = zip(rollouts.prompts, tokens.offsets, tokens.offsets[1:], strict=False)
         return [log_probs[start + len(prompt) : end] for prompt, start, end in ends]
 
@@ -237,6 +237,6 @@ def test_the_usage_of_the_readme_equals_repeated_prefix():
     assert max(errors(measure(model, ours), truth).values()) < TOLERANCE
 
 
-def test_a_schedule_keeps_and_offloads_nothing_unasked():
-    plain = Schedule(PackedForward(model=None, of_logits=None))
+def test_a_runner_keeps_and_offloads_nothing_unasked():
+    plain = PlanRunner(PackedForward(model=None, of_logits=None))
     assert not plain.forward.keep_attention and not plain.offload
