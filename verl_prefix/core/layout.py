@@ -160,23 +160,6 @@ def pass_order(groups: Sequence[Group]) -> list[Group]:
     return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.num_strand_tokens == 0)
 
 
-class _MemberRow(NamedTuple):
-    """A row of the batch whose suffix or strands a packed row has.
-
-    Attributes:
-        offset: the place of its first token.
-        fork_start: number of tokens before its suffix, which strands have.
-        first_output: the first of its tokens whose output it reads.
-        path: where the tokens before its suffix are.
-    """
-
-    offset: int
-    fork_start: int
-    suffix_len: int
-    first_output: int
-    path: Path
-
-
 def build_layout(
     groups: Sequence[Group], offsets: Sequence[int], phase: Phase = "packed", outer: Layout | None = None
 ) -> Layout:
@@ -200,12 +183,12 @@ def build_layout(
         paths = _paths(group, [strand_starts[place] for place in places])
         for place, strand in own:
             strands.append((place, Segment(strand.end - strand.start, paths[Fork(strand.parent, strand.start)])))
-        for row, fork, suffix_len, first_output in zip(
-            group.rows, group.forks, group.suffix_lens, group.first_outputs, strict=True
-        ):
-            rows.append(_MemberRow(int(offsets[row]), fork.start, suffix_len, first_output, paths[fork]))
+        columns = zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, group.output_lens, strict=True)
+        for row, fork, suffix_len, first_output, num_outputs in columns:
+            first = int(offsets[row])
+            rows.append((first + first_output, num_outputs, suffix_len, paths[fork]))
             if suffix_len:
-                suffixes.append((int(offsets[row]) + fork.start, Segment(suffix_len, paths[fork])))
+                suffixes.append((first + fork.start, Segment(suffix_len, paths[fork])))
     computed = [*strands, *(suffixes if phase != "phase_a" else ())]
     if not computed:
         return Layout(torch.zeros(1, dtype=torch.int64), (Segment(1),), strand_starts=strand_starts, phase=phase)
@@ -238,24 +221,29 @@ def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
     return paths
 
 
-def _output_index(rows: Sequence[_MemberRow], layout: Layout) -> OutputIndex | None:
+def _output_index(rows: Sequence[tuple[int, int, int, Path]], layout: Layout) -> OutputIndex | None:
     """The outputs that rows read; None where they read the outputs of all suffix tokens, or nothing. A phase A reads
-    only outputs that it computes."""
-    if all(row.fork_start == row.first_output for row in rows):
+    only outputs that it computes.
+
+    Args:
+        rows: of each row the place of its first output, how many it reads, its number of suffix tokens, and the path
+            before these.
+    """
+    if all(num_outputs == suffix_len for _, num_outputs, suffix_len, _ in rows):
         return None
-    starts = torch.tensor(layout.level_starts)
     suffix_start = layout.own_start + layout.num_strand_tokens  # as if the prefix source had suffixes after all strands
     places, tokens = [], []
-    for row in rows:
-        path, end = row.path, row.fork_start
-        if layout.phase != "phase_a":
-            path, end = (*path, (suffix_start, row.suffix_len)), end + row.suffix_len
-            suffix_start += row.suffix_len
-        num_read = max(end - row.first_output, 0)
+    for place, num_outputs, suffix_len, path in rows:
+        num_read = num_outputs
         if layout.phase == "phase_a":
-            num_read = min(num_read, len_of(part_of(path, layout.own_start)))
+            of_strands = max(num_outputs - suffix_len, 0)
+            num_read = min(of_strands, len_of(part_of(path, layout.own_start)))
+            place += of_strands - num_read
+        else:
+            path = (*path, (suffix_start, suffix_len))
+            suffix_start += suffix_len
         tokens.append(ranges(last_of(path, num_read)))
-        places.append(torch.arange(row.offset + end - num_read, row.offset + end))
-    of_source = torch.cat(tokens)
+        places.append(torch.arange(place, place + num_read))
+    of_source, starts = torch.cat(tokens), torch.tensor(layout.level_starts)
     levels = torch.searchsorted(starts, of_source, right=True) - 1
     return OutputIndex(torch.cat(places), levels, of_source - starts[levels]) if len(of_source) else None

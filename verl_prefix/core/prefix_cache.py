@@ -84,12 +84,12 @@ class PrefixCache:
             CannotShare: it left nothing.
             RuntimeError: phase C has begun.
         """
-        if key not in self._stored and self._is_open:
-            raise CannotShare(
-                f"layer {key} runs in a wave and did not run in phase A, and only layers that run in both can share a "
-                "prefix"
-            )
         if key not in self._stored:
+            if self._is_open:
+                raise CannotShare(
+                    f"layer {key} runs in a wave and did not run in phase A, and only layers that run in both can "
+                    "share a prefix"
+                )
             raise RuntimeError(
                 f"the prefix cache has no layer {key}: backward of a wave came after phase C, which frees the cache; "
                 "call backward on each wave's loss before the next wave"
