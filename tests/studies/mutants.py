@@ -37,7 +37,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
     "attention", "calls", "groups", "layout", "nesting", "offload", "plan", "planning", "prefix_cache", "prefix_keys",
-    "recurrence", "runner", "runs", "states", "trees",
+    "recurrence", "runner", "runs", "split_group", "states", "trees",
 )  # fmt: skip
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",

@@ -14,18 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_prefix.core.prefix_keys import PrefixKeys, keys_of_tails
-from verl_prefix.core.runs import (
-    Path,
-    Run,
-    Segment,
-    is_one_run,
-    last_of,
-    len_of,
-    on_device,
-    part_of,
-    ranges,
-    token_index,
-)
+from verl_prefix.core.runs import Path, Run, Segment, is_one_run, last_of, len_of, on_device, part_of, token_index
 
 
 def built_once() -> Any:
@@ -193,7 +182,7 @@ def _causal_call(
     spans = Spans((0, *accumulate(s.length for s in segments)), (0, *key_ends))
     own: slice | torch.Tensor = ALL
     if any(tails):
-        own = on_device(ranges([(end - s.length, s.length) for end, s in zip(key_ends, segments, strict=True)]), device)
+        own = token_index([(end - s.length, s.length) for end, s in zip(key_ends, segments, strict=True)], device)
     window = params.window if any(is_far) else None
     prefixes = keys_of_tails(tails, spans.k, device, level_starts)
     return Call(spans, True, params.scale, window, params.softcap, own=own, prefixes=prefixes)

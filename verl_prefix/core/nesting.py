@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from verl_prefix.core.groups import Fork, Group
 from verl_prefix.core.plan import PackedPass, PhasedPass, Wave, first_fit
+from verl_prefix.core.split_group import SplitGroup
 
 _MOST_TRIED = 8  # phases A of each kind that are tried for one stretch
 
@@ -265,16 +266,17 @@ class Nesting:
                 if strand_ends.get(strand, 0) > start
             )  # fmt: skip
             row_ends[row] = next(inside, 0)
+        split = SplitGroup(group, row_ends)
 
         def nested(members: Sequence[int]) -> Group:
             rows = {self._group.rows[i] for i in members}
-            return group.for_nested_pass(row_ends, [i for i, row in enumerate(group.rows) if row in rows])
+            return split.nested_pass([i for i, row in enumerate(group.rows) if row in rows])
 
         bins = _even_bins(way.leaves, way.room)
         in_bins = [nested([row for _, rows in leaves for row in rows]) for leaves in bins]
         packed = [PackedPass((each,)) if each.num_strand_tokens else Wave((each,)) for each in in_bins]
         phased = [self._pass(nested(self._rows[number]), inner) for number, inner in way.inner]
-        of_phase_a = group.for_phase_a(row_ends)
+        of_phase_a = split.phase_a()
         packed.sort(key=lambda each: not isinstance(each, Wave))
         return PhasedPass((of_phase_a,), (*packed, *phased), of_phase_a.reads_strands)
 

@@ -48,8 +48,8 @@ class PhasedPass(_GroupsOfPass):
     """Groups whose prefixes run together in phases A and C, and the passes that are nested in it, which are phase B.
 
     Nested passes read strands of phase A, and of all phases A around it. Waves compute suffixes alone; other nested
-    passes also compute the strands that follow those of phase A. The groups here are those of `Group.for_phase_a`,
-    with the rows of nested passes, which have those of `Group.for_nested_pass`.
+    passes also compute the strands that follow those of phase A. `SplitGroup` makes the groups of both: those here
+    have the rows of all nested passes.
 
     Attributes:
         nested: waves come first, other packed passes second.

@@ -1,0 +1,64 @@
+"""A group, split between a phase A and the passes that are nested in it.
+
+group         strand [0, 10)                              suffixes of 3 and 5 tokens
+phase A       strand [0, 6)                               suffixes of 7 and 9 tokens
+nested pass   outer strand [0, 6), own strand [6, 10)     suffixes of 3 and 5 tokens
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from verl_prefix.core.groups import Fork, Group, Strand
+
+
+class SplitGroup:
+    """Makes the groups of a phase A, and of the passes that are nested in it.
+
+    Args:
+        group: may be that of a nested pass itself; phases A around it have computed its outer strands.
+        phase_a_ends: how many of each row's first tokens the phase A and those around it compute, by the row's number.
+    """
+
+    def __init__(self, group: Group, phase_a_ends: Mapping[int, int]) -> None:
+        self._group = group
+        # Of each strand, the token before which phase A stops: its own start where phase A computes none of it.
+        self._ends = [
+            strand.end if i < group.num_outer else max(strand.start, min(strand.end, phase_a_ends[strand.row]))
+            for i, strand in enumerate(group.strands)
+        ]
+        # The strands up to these ends, without empty ones, and their new numbers by the old numbers.
+        self._strands, self._numbers = list[Strand](), {-1: -1}
+        for i, (strand, end) in enumerate(zip(group.strands, self._ends, strict=True)):
+            if end > strand.start:
+                self._numbers[i] = len(self._strands)
+                self._strands.append(strand._replace(end=end, parent=self._numbers[strand.parent]))
+
+    def phase_a(self) -> Group:
+        """The group of the phase A. Each row's suffix is all that follows phase A: rows that share a later strand each
+        count its tokens. Read its strands and outputs, not its number of suffix tokens."""
+        group, ends = self._group, self._ends
+        forks = []
+        for fork in group.forks:
+            before = group.strands_before(fork)
+            inside = (Fork(self._numbers[i], min(end, ends[i])) for i, start, end in before if ends[i] > start)
+            forks.append(next(inside, Fork(-1, 0)))
+        lens = zip(group.forks, forks, group.suffix_lens, strict=True)
+        suffix_lens = tuple(old.start + n - new.start for old, new, n in lens)
+        return replace(group, strands=tuple(self._strands), forks=tuple(forks), suffix_lens=suffix_lens)
+
+    def nested_pass(self, members: Sequence[int]) -> Group:
+        """The group of a nested pass that computes some rows; `members` as in `Group.with_rows`."""
+        strands, rest_number = [*self._strands], dict[int, int]()  # of what follows phase A in each strand
+
+        def number_before(strand: int, start: int) -> int:
+            """The new number of the strand in which the `start` tokens of a row end."""
+            return self._numbers[strand] if strand < 0 or start <= self._ends[strand] else rest_number[strand]
+
+        for i, (strand, end) in enumerate(zip(self._group.strands, self._ends, strict=True)):
+            if end < strand.end:
+                rest_number[i] = len(strands)
+                parent = self._numbers[i] if i in self._numbers else number_before(strand.parent, strand.start)
+                strands.append(strand._replace(start=max(end, strand.start), parent=parent))
+        forks = tuple(fork._replace(strand=number_before(*fork)) for fork in self._group.forks)
+        split = replace(self._group, strands=tuple(strands), forks=forks, num_outer=len(self._strands))
+        return split.with_rows(members).pruned()
