@@ -96,6 +96,7 @@ class PlanRunner:
     def _phases_a_and_c(
         self, tokens: TokenBatch, planned: PhasedPass, outer: PhaseA | None, last: bool
     ) -> Iterator[PhaseA]:
+        """Context whose entering runs phase A, and whose leaving runs phase C."""
         device = tokens.input_ids.device
         with self.prefix_cache(device) as cache:
             done = self.phase_a(tokens, planned, cache, outer)
@@ -107,14 +108,17 @@ class PlanRunner:
     def _packed(
         self, tokens: TokenBatch, planned: PackedPass, last: bool, outer: PhaseA | None = None, part: str = ""
     ) -> Generator[PassOutputs]:
+        """Yields the one forward of a packed pass."""
         layout = layout_of(planned, tokens, outer)
         phase = self.meter.phase(planned.phase, planned.groups, tokens.input_ids.device, part)
         with phase, self.gradient_sync(last):
             yield self.forward.packed(tokens, layout, outer.caches if outer else ())
 
     def _nested(self, tokens: TokenBatch, planned: PhasedPass, done: PhaseA, last: bool) -> Generator[PassOutputs]:
+        """Yields the forwards of all passes that are nested in the phase A `done`."""
         # Where only lm_head is trained there is no phase C, and the backward before it is the last one.
-        last, num_waves = last and not done.output.requires_grad, len(planned.waves)
+        last = last and not done.output.requires_grad
+        num_waves = len(planned.waves)
         for number, nested in enumerate(planned.nested, start=1):
             is_last = last and number == len(planned.nested)
             if isinstance(nested, PackedPass):
