@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     is_plan = arguments.run is _plan
     if not is_plan and words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
-    if is_plan and not words:
+    if is_plan and not any(map(str.strip, words)):
         plan.print_help(sys.stderr)
         return 2
     try:

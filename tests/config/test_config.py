@@ -117,7 +117,8 @@ def test_good_config_passes_the_driver_checks(model_path):
     ("override", "message"),
     [
         (f"{ACTOR}.shuffle=True", r"shuffle=False"),
-        (f"{ACTOR}.strategy=fsdp", r"strategy=fsdp2"),
+        (f"{ACTOR}.strategy=fsdp", r"strategy=fsdp2, or model_engine=dp\W*full_key"),
+        (f"{ACTOR}.strategy=fsdp_turbo", r"strategy=fsdp2, or model_engine=dp\W*full_key"),
         (f"{ACTOR}.strategy=veomni", r"strategy='veomni'.*strategy=fsdp2, or model_engine=veomni without it"),
         (f"{ACTOR}.ulysses_sequence_parallel_size=3", r"ulysses_sequence_parallel_size=3 does not divide 8 GPUs"),
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=8", r"size=8: of this qwen3 model 4 heads .*; set 4$"),

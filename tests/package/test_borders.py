@@ -14,7 +14,7 @@ ROOMS = {
     "core": ("", ""),
     "models": ("core versions", "transformers xxhash"),
     "auto": ("core models files", "transformers"),
-    "config": ("core models versions", "verl transformers omegaconf"),
+    "config": ("core models versions", "verl transformers omegaconf huggingface_hub"),
     "backends": ("core models auto config cpu engine versions", "verl tensordict"),
     "engine": ("core models auto config trace versions", "verl tensordict transfer_queue safetensors numpy"),
     "trace": ("config files versions", "verl tensordict huggingface_hub safetensors"),
@@ -23,7 +23,7 @@ ROOMS = {
     "testing": ("core models", "transformers tokenizers"),
     "tools": ("core models auto config engine backends trace trainer files versions testing plugin "
               "search_path", "verl transformers numpy pyarrow "
-              "hydra omegaconf tensordict rich tqdm packaging tensorboard"),
+              "hydra omegaconf tensordict rich tqdm packaging tensorboard huggingface_hub yaml"),
     "files": ("", ""),
     "versions": ("", ""),
     "api": ("core models versions", ""),

@@ -160,6 +160,16 @@ def test_where_a_wheel_is_installed_without_verl_no_clone_is_asked_for(tmp_path)
     assert done.stderr == f"verl-prefix plan: verl is not installed here: {advice}\n"
 
 
+def test_no_bytes_of_a_file_that_is_no_report_are_shown(files, capsys) -> None:
+    (files / "picture.json").write_bytes(b"\x89PNG" * 999)
+    assert cli.main(["bench", "--render", str(files / "picture.json")]) == 2
+    assert len(capsys.readouterr().err) < 300
+
+
+def test_a_variable_that_is_empty_is_no_command(capsys) -> None:
+    assert cli.main(["plan", " "]) == 2 and capsys.readouterr().err.startswith("usage: verl-prefix plan ")
+
+
 def test_no_command_of_the_repository_takes_half_an_option() -> None:
     for path in [*ROOT.glob("verl_prefix/**/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("recipes/**/*.py")]:
         for call in ast.walk(ast.parse(path.read_text())):

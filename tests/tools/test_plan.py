@@ -308,14 +308,16 @@ def test_an_engine_of_verls_on_which_nothing_is_shared_is_said_to_be_one(folder,
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        (f"{ROLLOUT}.name=vllmm", "vllmm: verl knows hf, sglang, trtllm, vllm"),
+        (f"{ROLLOUT}.name=vllmm", "vllmm: verl knows sglang, trtllm, vllm"),
+        (f"{ROLLOUT}.name=hf", "hf: verl knows sglang, trtllm, vllm"),
+        (f"{ROLLOUT}.name=vllmm +platform=cpu", "vllmm: verl knows hf, sglang, trtllm, vllm"),
         ("algorithm.adv_estimator=grop", "grop: verl knows gae, "),
         ("trainer.v1.trainer_mode=prefix_sink", "prefix_sink: verl knows colocate_async, "),
         (f"{ACTOR}.policy_loss.loss_mode=vanila", "vanila: verl knows bypass_mode, "),
     ],
 )
 def test_names_that_verl_does_not_know_are_refused(folder, word, says):
-    assert build(folder, word)["unsupported"][0].startswith(word.partition("=")[0] + "=" + says)
+    assert build(folder, *word.split())["unsupported"][0].startswith(word.partition("=")[0] + "=" + says)
 
 
 def test_a_loss_that_workers_may_load_is_not_refused(folder):
@@ -482,6 +484,7 @@ INNER = """HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
         "export M=3\n  {quoted} a=1 | tee log",
         'export M=3\nD=sub\nbash "$D/deep.sh" a=1',
         "bash $0; M=3 bash {name} a=1",
+        'ON=(srun --nodes=1)\nM=3 "${{ON[@]}}" bash {name} a=1',
     ],
 )
 def test_a_script_that_is_called_is_read_with_what_is_exported(tmp_path, monkeypatch, call):
@@ -564,6 +567,28 @@ def test_a_script_that_is_not_read_to_the_end_is_told(tmp_path, capsys):
     assert capsys.readouterr().err == f"note: {tmp_path}/run.sh ends with exit 3 before it trains; it was read on\n"
     words = [sys.executable, "-m", "verl.trainer.main_ppo", "a=1"]
     assert script.expanded(words) == words and script.expanded(["bash", "-c", f"{RUN} a=1"])[-1] == "a=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            '[ $1 ] || { echo "first word: write a or b" >&2; exit 1; }\n',
+            "is written: it ends with 'first word: write a",
+        ),
+        (f"{RUN} a=1\r\n", "has Windows line ends, which bash reads as parts of words: sed -i 's/\\r$//' "),
+    ],
+)
+def test_a_script_that_bash_would_not_come_through_says_why(tmp_path, capsys, text, says):
+    (tmp_path / "run.sh").write_bytes(text.encode())
+    assert cli.main(["plan", str(tmp_path / "run.sh")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"verl-prefix plan: {tmp_path}/run.sh ") and says in line
+
+
+def test_a_command_that_only_validates_is_said_to_be_one(folder):
+    (note,) = build(folder, "trainer.val_only=True")["notes"]
+    assert note.startswith("trainer.val_only=True validates and trains nothing") and not built_as_it_is(folder)["notes"]
 
 
 def test_a_script_without_a_training_command_is_named(tmp_path, capsys, monkeypatch):
@@ -1058,6 +1083,8 @@ def test_a_step_that_would_be_slower_is_not_worth_it(folder, monkeypatch):
     found = build(folder)
     gain = f"update {found['speedup']['update']:.2f}x, step about 0.97x if rollout is half of it"
     assert not found["worth_it"] and f": {gain}: sharing would be slower" in found["verdict"]
+    monkeypatch.setattr(verdict, "step_gain", lambda *_: 1.04)
+    assert "step about 1.04x if rollout" in build(folder)["verdict"], "not 1x"
     assert found["verdict"].startswith("Not worth it")
 
 
@@ -1103,6 +1130,12 @@ def data(folder) -> Path:
     shutil.copytree(folder / "model", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tok*", "chat*"))
     (folder / "broken.parquet").write_text("PAR")
     (folder / "broken.jsonl").write_text("{")
+    (folder / "table.csv").write_text("prompt\n")
+    (folder / "nothing.jsonl").touch()
+    (folder / "odd.yaml").write_text("a: [1\n")
+    shutil.copytree(folder / "model", folder / "odd")
+    config = json.loads((folder / "odd" / "config.json").read_text())
+    (folder / "odd" / "config.json").write_text(json.dumps(config | {"hidden_size": "big"}))
     (folder / "lines.jsonl").write_text(json.dumps({"prompt": [MESSAGE]}) + "\n")
     (folder / "list.json").write_text(json.dumps([{"prompt": [MESSAGE]}]))
     return folder
@@ -1119,6 +1152,19 @@ def test_train_files_are_json_too(data):
         ("--shares update=0.9,old=0.9", "at most 1 together"),
         ("--shares update=-0.5", "--shares 'update=-0.5': write update=0.5"),
         ("--shares update=nan", "--shares 'update=nan': write update=0.5"),
+        ("--shares update=0.5,update=0.4", "--shares 'update=0.5,update=0.4': write update=0.5"),
+        ("--prompt-lengths 24,600", "--prompt-lengths '24,600': write MEAN,DEVIATION of the logarithm, as in 2400,0.4"),
+        ("--turns 9999 --thinking 5 --say 5 --tool 5", "--turns 9999: give a number of at most 1000"),
+        ("--config-path=DATA --config-name=odd", "/odd is no YAML: while parsing a flow sequence"),
+        ("~data", "data.train_files is in a section that another override removes (~); remove one of them"),
+        (
+            f"data.max_response_length={10**20}",
+            f"data.max_response_length={10**20}: set a number of at most 2147483647",
+        ),
+        ("data.train_files=5", "data.train_files: 5 is not a file here"),
+        ("data.train_files=DATA/nothing.jsonl", "nothing.jsonl has no rows; name a file of training prompts"),
+        ("data.train_files=DATA/table.csv", "table.csv cannot be read as parquet"),
+        ("actor_rollout_ref.model.path=DATA/odd", "/odd cannot be read here (Validation error for field 'hidden_size'"),
         ("--simulate --gpu h100,network=0", "--gpu 'network=0': write RATE=NUMBER, one of matmul_16"),
         ("--simulate --gpu h100,per_node=2", "--gpu 'per_node=2': write RATE=NUMBER, one of matmul_16"),
         ("--simulate trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node=0: set a number of 1 or more"),
@@ -1222,6 +1268,7 @@ assert code in (1, 2) and not slow, (code, slow)
     [
         ("actor_rollout_ref.nonsense=1", "actor_rollout_ref.nonsense is no key"),
         ("model_engine=torchtitan", "Not supported: this trains with torchtitan"),
+        ("trainer.device=npu", "Not supported: this trains on npu (trainer.device); prefixes can be shared on"),
         ("data.train_files=/nowhere.parquet", "/nowhere.parquet is not a file here; copy it"),
         ("actor_rollout_ref.model.path=/none", "model.path=/none cannot be read here (nothing is there)"),
         pytest.param(

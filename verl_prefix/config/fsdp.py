@@ -69,10 +69,11 @@ class PrefixActorConfig(PrefixActor, FSDPActorConfig):
 
     def __post_init__(self) -> None:
         key = role_of(self.fsdp_config)
+        has_engine = self.strategy in ("megatron", "torchtitan", "veomni")  # others are strategies of dp's config
         refuse(
             self.strategy != "fsdp2",
             f"{key}.strategy={self.strategy!r}: model_engine=prefix is verl's FSDP engine with FSDP2; set "
-            f"{key}.strategy=fsdp2, or model_engine={'dp' if self.strategy == 'fsdp' else self.strategy} without it",
+            f"{key}.strategy=fsdp2, or model_engine={f'{self.strategy} without it' if has_engine else 'dp'}",
         )
         super().__post_init__()
 

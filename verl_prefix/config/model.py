@@ -114,6 +114,7 @@ def warn_of_replaced_options(model_config: Any, key: str = "actor_rollout_ref.mo
 def read_hf_config(model_config: Any) -> Any:
     """The HF config of `actor_rollout_ref.model`; None where this machine cannot see it: it is on HDFS, or on a hub
     that only the workers reach."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from verl.utils.import_utils import import_external_libs
     from verl.utils.model import update_model_config
@@ -128,6 +129,8 @@ def read_hf_config(model_config: Any) -> Any:
         )
     except OSError:
         return None
+    except StrictDataclassError as error:
+        raise ValueError(f"{model_config['path']}, config.json: {' '.join(str(error).split())}") from error
     override: Any = model_config.get("override_config") or {}
     override = OmegaConf.to_container(override, resolve=True) if OmegaConf.is_config(override) else override
     update_model_config(hf_config, override.get("model_config", override))  # as HFModelConfig does

@@ -1,11 +1,13 @@
 """The steps that `verl-prefix ab` replays: a trace's, or made-up ones."""
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
+from verl_prefix.config.model import read_hf_config
 from verl_prefix.tools.ab.arm import check_manifest, precision
 from verl_prefix.tools.ab.options import MADE_UP_STEPS, Options
 from verl_prefix.tools.ab.other_engines import of_fsdp2
@@ -53,6 +55,10 @@ class Source:
         if 0 < (gpus := torch.cuda.device_count()) < self.ranks:
             fits = next(n for n in range(gpus, 0, -1) if self.ranks % n == 0)
             raise ValueError(f"{self.ranks} ranks need a GPU each, and this machine has {gpus}: write --ranks {fits}")
+        if read_hf_config({"path": str(model)}) is None:
+            raise ValueError(f"--model {model} has a config.json that cannot be read; give another model's folder")
+        if (folder := Path(model)).is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+            raise ValueError(f"--model {model} has no weights; give a folder with them")
         self.manifest["model"]["path"] = str(model)
         if options.dtype:
             self.manifest["engine"]["mixed_precision"] = _mixed_precision(options.dtype)

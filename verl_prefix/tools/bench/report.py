@@ -202,7 +202,9 @@ def render(source: Path, into: Path | None = None) -> int:
         text = markdown(blocks(report))
         draw(report, source.with_suffix(".png"))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"--render {source} is not a report of verl-prefix bench ({error!r})") from error
+        raise ValueError(
+            f"--render {source} is not a report of verl-prefix bench ({type(error).__name__}: {error})"
+        ) from error
     write(report, source)
     if into:
         before, after = words.split(start)[0], words.split(end)[1]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -34,6 +35,8 @@ from verl_prefix.tools.plan.options import (
     override_words,
     read_dumps,
 )
+
+LARGEST = 2**31 - 1  # which verl's tensors of token counts hold
 
 
 def compose_config(config_name: str, words: list[str], config_path: str = CONFIG_PATH) -> DictConfig:
@@ -55,6 +58,8 @@ def compose_config(config_name: str, words: list[str], config_path: str = CONFIG
             f"actor_rollout_ref.actor is of {actor.get('_target_')}, and model_engine={engine.name} makes it one of "
             f"{engine.target}; remove the override that replaces it"
         )
+    if OmegaConf.select(config, "trainer.device") == "npu":
+        raise Unsupported("this trains on npu (trainer.device); prefixes can be shared on CUDA GPUs")
     for key in SWITCHES:
         if actor.prefix.get(key) is False:
             actor.prefix[key] = "off"
@@ -107,6 +112,8 @@ def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_P
             raise PlanError(_unknown(unknown[1], _compose(config_name, engine, config_path))) from error
         word = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
         raise PlanError(f"the overrides do not compose: {word}{' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PlanError(f"{folder / config_name} is no YAML: {' '.join(str(error).split())}") from error
 
 
 def _unknown(key: str, config: DictConfig) -> str:
@@ -116,6 +123,8 @@ def _unknown(key: str, config: DictConfig) -> str:
         return f"{key} is of verl's {other.title} engine; set model_engine={other.verls}"
     parent, _, leaf = key.rpartition(".")
     near = get_close_matches(leaf, (OmegaConf.select(config, parent) if parent else config) or (), n=1)
+    if near == [leaf]:
+        return f"{key} is in a section that another override removes (~); remove one of them"
     return f"{key} is no key of this config" + "".join(
         f"; the nearest is {key.removesuffix(leaf)}{one}" for one in near
     )
@@ -165,6 +174,8 @@ def check_sizes(config: DictConfig) -> None:
     for key, value in values.items():
         if type(value) is not int or value < 1:
             raise PlanError(f"{key}={'null' if value is None else value}: set a number of 1 or more")
+        if value > LARGEST:
+            raise PlanError(f"{key}={value}: set a number of at most {LARGEST}")
 
 
 def data_ranks(config: DictConfig) -> int:
@@ -227,7 +238,8 @@ def _read_table(path: Path) -> pyarrow.Table:
         return pyarrow.Table.from_pylist([parse_json(line) for line in text.splitlines() if line.strip()])
     except (ValueError, AttributeError, TypeError, OverflowError, pyarrow.ArrowException) as error:
         # A row that is no object has no `items`; a column of several types has none.
-        raise PlanError(f"data.train_files: {path} cannot be read as {path.suffix[1:]}: {error}") from error
+        kind = path.suffix[1:] if path.suffix in (".json", ".jsonl") else "parquet"
+        raise PlanError(f"data.train_files: {path} cannot be read as {kind}: {error}") from error
 
 
 class Messages(NamedTuple):
@@ -244,7 +256,8 @@ def read_messages(config: DictConfig) -> Messages:
         PlanError: one is missing, broken or empty, or has no prompt column or a prompt that is none.
     """
     data = config.data
-    files = [data.train_files] if isinstance(data.train_files, str) else data.train_files or []
+    files = data.train_files or OmegaConf.create([])
+    files = files if OmegaConf.is_config(files) else [files]
     prompts: list[tuple[str, Any]] = []
     visual = False
     for file in files:
@@ -252,11 +265,12 @@ def read_messages(config: DictConfig) -> Messages:
         if not path.is_file():
             raise PlanError(f"data.train_files: {file} is not a file here; copy it, or add --prompt-lengths 2400")
         table = _read_table(path)
-        if data.prompt_key not in table.column_names:
+        if table.column_names and data.prompt_key not in table.column_names:
             raise PlanError(f"{file} has columns {table.column_names}; set data.prompt_key to one of them")
         kinds = [key for key in (data.image_key, data.video_key) if key in table.column_names]
         visual = visual or any(any(table[key].to_pylist()) for key in kinds)
-        prompts += [(f"{file}, row {i}", messages) for i, messages in enumerate(table[data.prompt_key].to_pylist())]
+        column = table[data.prompt_key].to_pylist() if table.column_names else []  # an empty file of JSON has none
+        prompts += [(f"{file}, row {i}", messages) for i, messages in enumerate(column)]
     if not prompts:
         raise PlanError(f"data.train_files={data.train_files} has no rows; name a file of training prompts")
     for where, messages in prompts:

@@ -14,6 +14,8 @@ from verl_prefix.tools.simulate.hardware import GIB
 def notes(config: Any, work: Work, model: Model, predicted: Predictor) -> Iterator[str]:
     """The warnings, a sentence each."""
     size = work.steps[0].size
+    if config.trainer.get("val_only"):
+        yield "trainer.val_only=True validates and trains nothing; this is the plan of the training without it"
     if work.turns and max(work.prompts) > config.data.max_prompt_length:
         yield (
             f"histories have up to {max(work.prompts)} tokens, and data.max_prompt_length="

@@ -21,6 +21,8 @@ MAIN = re.compile(
     r"(.*/)?verl[./](trainer[./]main_ppo\w*?|experimental[./](?:fully_async_policy[./]fully_async_main|"
     r"one_step_off_policy[./]main_ppo))(\.py)?"
 )
+LOGARITHM = "DEVIATION of the logarithm, as in 2400,0.4"
+MOST_TURNS = 1000
 LEFTOVERS = ("$@", "${@}", "$*")  # of a script whose last line is pasted
 
 
@@ -120,7 +122,10 @@ def spread(spec: str, option: str = "--response-lengths", forms: str = "MEAN, ME
 
 def prompt_spread(spec: str) -> tuple[float, float]:
     """Mean of prompt lengths and the deviation of their logarithm, 0 where none is given; see `spread`."""
-    return spread(spec, "--prompt-lengths", "MEAN or MEAN,DEVIATION of the logarithm, as in 2400,0.4", default=0.0)
+    mean, deviation = spread(spec, "--prompt-lengths", f"MEAN or MEAN,{LOGARITHM}", default=0.0)
+    if deviation > 3:  # a deviation in tokens
+        raise PlanError(f"--prompt-lengths {spec!r}: write MEAN,{LOGARITHM}, at most 3")
+    return mean, deviation
 
 
 def shares(spec: str | None) -> dict[str, float]:
@@ -140,11 +145,12 @@ def shares(spec: str | None) -> dict[str, float]:
             raise PlanError(f"--shares {spec}: a step takes {whole} s, and its passes {parts}; name another run")
         return {name: part / whole for name, part in parts.items()}
     try:
-        given = {name: float(value) for name, value in (pair.split("=") for pair in spec.split(","))}
+        pairs = [(name, float(value)) for name, value in (pair.split("=") for pair in spec.split(","))]
     except ValueError:
-        given = {}
+        pairs = []
+    given = dict(pairs)
     fit = all(0 <= share <= 1 for share in given.values()) and sum(given.values()) <= 1
-    if not given or set(given) - set(timings.values()) or not fit:
+    if not given or len(given) < len(pairs) or set(given) - set(timings.values()) or not fit:
         raise PlanError(
             f"--shares {spec!r}: write update=0.5,old=0.1,ref=0.1, and of a critic values=0.1,critic=0.2 (0 to 1 each, "
             "at most 1 together), or a stock run's file"
@@ -212,6 +218,8 @@ class Options:
             if given := [name for name, value in tokens.items() if value is not None]:
                 raise PlanError(f"{given[0]} is of sessions of several turns; add --turns 10, or another number")
             return None
+        if self.turns > MOST_TURNS:
+            raise PlanError(f"--turns {self.turns}: give a number of at most {MOST_TURNS}")
         if missing := [name for name, value in tokens.items() if value is None]:
             raise PlanError(
                 f"--turns {self.turns}: add {', '.join(missing)}, tokens of each turn, as in --turns 10 --thinking 300 "

@@ -16,14 +16,19 @@ from verl_prefix.tools.plan.options import MAIN, PlanError
 
 # Restricted bash starts no program by a path and opens no file to write, and it finds no program in an empty PATH. A
 # script goes on where one is missing, or where `set -e` or `exit` would have ended it. A loop in the background that
-# sleeps ends after twenty rounds. A script that it calls is named in the trace, with its environment, and read next; a
-# file that it sources is named there too, and SOURCED holds its text when the script is traced again.
+# sleeps ends after twenty rounds. A script that it calls, itself or by a program (srun bash SCRIPT), is named in the
+# trace, with its environment, and read next; a file that it sources is named there too, and SOURCED holds its text when
+# the script is traced again.
 PRELUDE = """
 ulimit -t {seconds}
 BASH_XTRACEFD={descriptor}
 readonly PS4
 enable -n history fc
-command_not_found_handle() {{ return 0; }}
+command_not_found_handle() {{
+  case " $* " in *" bash "* | *" sh "*) ;; *) return 0 ;; esac
+  while [[ $1 != bash && $1 != sh ]]; do shift; done
+  "$@"
+}}
 command() {{ :; }}
 set() {{ case $1 in [-+]a) builtin set "$1" ;; esac; }}
 exit() {{ :; }}
@@ -85,8 +90,11 @@ def expanded(words: list[str]) -> list[str]:
     if not (is_quoted or is_file):
         return words
     named = first if is_file else "the quoted command"
-    text = first if is_quoted else Path(first).read_text(errors="surrogateescape")
-    calls = _trainings(text, [] if is_quoted else [str(Path(first).resolve()), *rest], named)
+    text = first if is_quoted else Path(first).read_bytes().decode(errors="surrogateescape")
+    if is_file and "\r\n" in text:
+        raise PlanError(f"{named} has Windows line ends, which bash reads as parts of words: sed -i 's/\\r$//' {named}")
+    arguments = [] if is_quoted else [str(Path(first).resolve()), *rest]
+    calls = _trainings(text, arguments, named)
     # A function that runs its arguments is in the trace first: run python3 -m ...
     calls = [words for words in calls if not any(words[1:] == other[: len(words) - 1] for other in calls)]
     trains = [words for i, words in enumerate(calls) if words not in calls[:i]]
@@ -95,6 +103,8 @@ def expanded(words: list[str]) -> list[str]:
         raise PlanError(f"{told}; plan is for training by verl.trainer.main_ppo")
     if not trains:
         told = f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written"
+        if said := _said_at_its_end(_trace(text, arguments, named)):
+            raise PlanError(f"{told}: it ends with {said!r}")
         raise PlanError(f"{told}; give the words of its training command, key=value ...")
     command = next((words for words in trains if not any(map(VAL_ONLY.fullmatch, words))), trains[0])
     if len(trains) > 1:
@@ -120,6 +130,14 @@ def _trainings(text: str, words: list[str], named: str, depth: int = 0) -> list[
             if end := next((entry for entry in entries[:i] if re.match(r"exit\b", entry)), None):
                 print(f"note: {named} ends with {end.strip()} before it trains; it was read on", file=sys.stderr)
     return found
+
+
+def _said_at_its_end(entries: list[str]) -> str:
+    """What a script says where it ends with an error, as one does that misses an argument; "" where it says nothing."""
+    for before, entry in itertools.pairwise(entries):
+        if re.match(r"exit [1-9]", entry) and (words := _words(before))[:1] == ["echo"]:
+            return " ".join(words[1:])
+    return ""
 
 
 def _sourced(entries: list[str]) -> dict[str, str]:

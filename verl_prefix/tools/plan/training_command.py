@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from transformers import (
@@ -54,6 +55,8 @@ def _read(config: DictConfig, key: str, load: Callable[..., Any]) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise unreadable_model(key, model[key], reason) from error
+    except StrictDataclassError as error:  # a value that it cannot have
+        raise unreadable_model(key, model[key], " ".join(str(error).split())) from error
 
 
 def read_tokenizer(config: DictConfig) -> Any:
@@ -133,10 +136,15 @@ def check_prefix(config: DictConfig) -> None:
         raise PlanError(reason)
 
 
+def _of_cpus(config: DictConfig) -> set[str]:
+    """Rollouts of this package, which a job on GPUs does not have; `plan` itself runs under VERL_PLATFORM=cpu."""
+    return set() if config.trainer.device == "cpu" else {"hf"}
+
+
 def _unknown_names(config: DictConfig) -> Iterator[str]:
     """Names that verl looks up when the job runs, and does not have."""
     known = {
-        "actor_rollout_ref.rollout.name": RolloutReplicaRegistry._registry,
+        "actor_rollout_ref.rollout.name": RolloutReplicaRegistry._registry.keys() - _of_cpus(config),
         "algorithm.adv_estimator": ADV_ESTIMATOR_REGISTRY,
         **({"trainer.v1.trainer_mode": TRAINER_REGISTRY} if is_v1(config) else {}),
     }

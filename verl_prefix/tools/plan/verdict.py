@@ -97,7 +97,7 @@ def judge(
     worth = is_worth_it(now) and gained >= 1
     changes = _gaining(config, work, now, trees, price, limit=limit, needed=needed)
     change = changes[0] if changes else None
-    step = f"step {gained:.2g}x"
+    step = f"step {gained:.2g}x" if gained >= 1.1 else f"step {gained:.2f}x"
     if not parts and rollout_is_apart(config):
         step = f"trainer's {step} while it need not wait for the rollout, which is apart and not planned"
     elif not parts:
