@@ -3,6 +3,7 @@ states of recurrent layers, and gradients of states."""
 
 import contextlib
 import functools
+import itertools
 import types
 from unittest import mock
 
@@ -381,7 +382,7 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
     none = types.SimpleNamespace(parts={}, keep=list, distances=list)
 
     def found(reduce_sum=lambda values: values, ours=(5.0, 0.0)):
-        stock = iter([[0.0, 0.0], *[[1.0, 0.0]] * 3])  # the truth, then perturbed
+        stock = itertools.chain([[0.0, 0.0]], itertools.repeat([1.0, 0.0]))  # the truth, then perturbed
         return verify.compare(
             lambda: torch.tensor(next(stock)),
             lambda *args: torch.tensor(ours),
@@ -400,12 +401,30 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
 @pytest.mark.parametrize("off", [1e-3, float("nan"), 0.0])
 def test_a_part_without_noise_may_not_be_off(off):
     """Its ratio has no unit. Where ours is off by nothing too, rows are empty or nothing reaches the part."""
-    distances = iter([[0.0]] * 3 + [[0.0], [off]])  # perturbed, packed, phased
+    distances = itertools.chain(
+        [[0.0]] * 3 + [[0.0], [off]], itertools.repeat([0.0])
+    )  # perturbed, packed, phased, perturbed
     part = types.SimpleNamespace(parts={"a part": []}, keep=lambda: [1.0], distances=lambda: next(distances))
     found = verify.compare(lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part)
     assert found.missed == (off != 0) and found.gradients.where == (
         "gradients of a part from the stock path's" if off else ""
     )
+
+
+def test_what_rounding_does_in_some_passes_alone_is_not_missed():
+    """Ours takes a token's other expert, as some perturbed passes do, but none of the first. Wrong stays wrong."""
+
+    def ratio(ours: float) -> tuple[float, bool, int]:
+        passes = itertools.count()
+        moved = (0.0, 1.0, 1.0, 1.0, *[1.0, 30.0, 1.0, 1.0] * 2)  # the truth, perturbed, perturbed once more
+        stock = (torch.tensor([moved[i]]) for i in passes)
+        none = types.SimpleNamespace(parts={}, keep=list, distances=list)
+        found = verify.compare(lambda: next(stock), lambda *args: torch.tensor([ours]), contextlib.nullcontext, none)
+        return found.outputs.ratio, found.missed, next(passes)
+
+    assert ratio(2.0) == (pytest.approx(2.0), False, 4)
+    assert ratio(30.0) == (pytest.approx((900 * 11 / 1809) ** 0.5), False, 12)
+    assert ratio(300.0)[1:] == (True, 12)
 
 
 def test_noise_is_where_the_output_is():

@@ -37,6 +37,9 @@ MAX_RECURRENCE = 3.0
 # As for log-probs, and in backward again. Where rounding flips an expert of a token, noise alone gave up to 4.5 in 60
 # runs.
 MAX_GRADIENTS = 8.0
+# Passes that are perturbed, too, before ours is wrong by log-probs or gradients. Where a token is about as near to two
+# experts, only some passes take the other one: of 30 checks of a tiny MoE model in bf16, 2 had 8.2 and 10.1.
+_MORE_PERTURBED = 8
 
 _SHIFT = 29  # tokens: no kernel's chunk is a divisor or a multiple of it
 _QUERIES = 16  # of each end of a segment
@@ -270,7 +273,8 @@ def compare(
         rounding_noise: while open, layers' outputs are rounded differently each time.
         gradients: of the model that both run on.
         reduce_sum: element-wise sum over ranks.
-        num_perturbed: how many stock passes run with noise. outputs: what is compared, in words.
+        num_perturbed: how many stock passes run with noise; more where ours is off by more than these allow.
+        outputs: what is compared, in words.
     """
     probe = LayerProbe()
     truth, norms = stock(), gradients.keep()
@@ -279,25 +283,38 @@ def compare(
         """Of log-probs, then of the gradients of each part."""
         return [_sum_of_squares(log_probs.double() - truth), *gradients.distances()]
 
-    with rounding_noise():
-        perturbed = [distances(stock()) for _ in range(num_perturbed)]
+    perturbed: list[list[float]] = []
+
+    def perturb(number: int) -> None:
+        with rounding_noise():
+            perturbed.extend(distances(stock()) for _ in range(number))
+
+    perturb(num_perturbed)
     packed = distances(ours("packed", functools.partial(ProbedPass, probe=probe)))
     phased = distances(ours("phased", AttentionPass))
-    # Log-probs of low precision have a grid, on which small noise may change nothing.
-    grid = torch.finfo(truth.dtype).eps ** 2 * _sum_of_squares(truth)
-    noises = [sum(column) / len(perturbed) for column in zip(*perturbed, strict=True)]
-    noises[0] += grid
-    reduced = reduce_sum([*packed, *phased, *noises, *norms])
-    size = len(noises)
-    packed, phased, noises, norms = (reduced[i : i + size] for i in range(0, 4 * size, size))
-    # A NaN must not get lost in max().
-    errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed, phased, strict=True)]
-    ratios = [_ratio(*pair) for pair in zip(errors, noises, strict=True)]
-    worst = Figure(0.0, MAX_GRADIENTS, "")
-    for name, ratio, norm in zip(gradients.parts, ratios[1:], norms, strict=True):
-        # Nothing compares with a gradient that is not finite on the stock path either, as under a loss scale of fp16,
-        # which falls after such a step.
-        if math.isfinite(norm) and ratio > worst.ratio:
-            worst = Figure(ratio, MAX_GRADIENTS, f"gradients of {name} from the stock path's")
-    first = Figure(ratios[0], MAX_LOG_PROBS, f"{outputs} differ from the stock path's")
+
+    def figures() -> tuple[Figure, Figure]:
+        """Of outputs and gradients, the same on all ranks."""
+        noises = [sum(column) / len(perturbed) for column in zip(*perturbed, strict=True)]
+        # Log-probs of low precision have a grid, on which small noise may change nothing.
+        noises[0] += torch.finfo(truth.dtype).eps ** 2 * _sum_of_squares(truth)
+        size = len(noises)
+        reduced = reduce_sum([*packed, *phased, *noises, *norms])
+        of_packed, of_phased, of_noise, of_truth = (reduced[i : i + size] for i in range(0, 4 * size, size))
+        # A NaN must not get lost in max().
+        errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(of_packed, of_phased, strict=True)]
+        ratios = [_ratio(*pair) for pair in zip(errors, of_noise, strict=True)]
+        worst = Figure(0.0, MAX_GRADIENTS, "")
+        for name, ratio, norm in zip(gradients.parts, ratios[1:], of_truth, strict=True):
+            # Nothing compares with a gradient that is not finite on the stock path either, as under a loss scale of
+            # fp16, which falls after such a step.
+            if math.isfinite(norm) and ratio > worst.ratio:
+                worst = Figure(ratio, MAX_GRADIENTS, f"gradients of {name} from the stock path's")
+        return Figure(ratios[0], MAX_LOG_PROBS, f"{outputs} differ from the stock path's"), worst
+
+    found = figures()
+    if any(figure.most < figure.ratio < math.inf for figure in found):
+        perturb(_MORE_PERTURBED)
+        found = figures()
+    first, worst = found
     return Verdict(first, probe.worst_attention, probe.worst_recurrence, worst)
