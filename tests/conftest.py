@@ -32,6 +32,13 @@ from warm_python import warm_python  # noqa: E402
 pytest_plugins = ["processes"]
 
 
+@pytest.fixture(autouse=True)
+def nothing_warned_of() -> None:
+    """What is warned of once is warned of anew, whatever other tests did."""
+    if versions := sys.modules.get("verl_prefix.versions"):
+        versions.warn_once.cache_clear()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Random tests draw the same every time, and no clock fails one; `--hypothesis-seed` draws others."""

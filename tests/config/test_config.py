@@ -25,7 +25,7 @@ from verl_prefix.config.model import read_hf_config
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.models.support import check_supported
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.versions import VERL_MAIN, installed_version, warn_once
+from verl_prefix.versions import VERL_MAIN, installed_version
 
 ACTOR = "actor_rollout_ref.actor"
 REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"
@@ -331,7 +331,6 @@ def test_a_loss_that_is_not_verls_own_is_warned_of_once(model_path, caplog):
     ("option", "ours"), [("use_fused_kernels", "logits_chunk"), ("enable_activation_offload", "offload=True")]
 )
 def test_options_that_ours_replaces_are_warned_of_once(model_path, caplog, option, ours):
-    warn_once.cache_clear()
     for _ in range(2):
         validate(model_path, f"actor_rollout_ref.model.{option}=True")
     (said,) = [record.message for record in caplog.records if option in record.message]

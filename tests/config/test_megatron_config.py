@@ -15,7 +15,6 @@ from verl_prefix.config import transformer_fields as fields
 from verl_prefix.config.megatron import PrefixMegatronActorConfig, PrefixMegatronEngineConfig
 from verl_prefix.config.transformer_fields import TOPOLOGY
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.versions import warn_once
 
 MEGATRON, REFS = f"{ACTOR}.megatron", f"{REF}.megatron"
 TP, EP = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
@@ -208,7 +207,6 @@ def test_what_cannot_be_is_refused_in_the_driver_by_its_key(paths, family, overr
 
 
 def test_fused_kernels_are_off_with_a_warning(paths, caplog):
-    warn_once.cache_clear()
     checked(paths["qwen3"], f"{MODEL}.use_fused_kernels=True")
     assert "model.use_fused_kernels=True is off in the prefix engine" in caplog.text
 

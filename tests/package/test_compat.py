@@ -53,7 +53,6 @@ def test_the_variable_lets_another_verl_in(monkeypatch):
 
 def test_verls_main_branch_is_taken_with_one_warning(monkeypatch, caplog):
     pretend(monkeypatch, versions.VERL_MAIN)
-    versions.warn_once.cache_clear()
     for _ in range(3):
         PrefixEngineConfig()
     (record,) = caplog.records

@@ -11,7 +11,6 @@ import pytest
 
 from verl_prefix.trainer import watchdog
 from verl_prefix.trainer.watchdog import VARIABLE, Watchdog, stall_minutes
-from verl_prefix.versions import warn_once
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,7 +112,6 @@ def test_once_it_is_stopped_nothing_ends_the_job(clock):
 
 
 def test_an_error_while_it_asks_who_is_alive_leaves_the_limit_in_force(clock, caplog):
-    warn_once.cache_clear()
 
     def lost():
         raise RuntimeError("no connection to Ray")
