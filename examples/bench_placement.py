@@ -214,7 +214,7 @@ def home_of_turns(rows: Turns, ranks: int, by_session: bool) -> tuple[np.ndarray
     ]
     start = time.process_time()
     known = AllRows(tables)
-    placed = known.place_turns(ranks, pieces) if by_session else known.place(ranks)
+    placed = known.by_session(ranks, pieces) if by_session else known.by_group(ranks)
     return np.array(placed.ranks), time.process_time() - start
 
 

@@ -357,7 +357,7 @@ def test_a_loss_that_is_not_verls_own_is_shared_where_its_logits_are(ranks, mode
 def _refuses(models: dict) -> str:
     options = {"entropy_coeff": 0.0, "distillation": ONLY}
     with pytest.raises(ValueError, match="a loss that is not verl's own of policies") as error:
-        Loss(distillation_loss(options)).dead(BatchRows(_batch(0, VOCAB, options)))
+        Loss(distillation_loss(options)).find_dead(BatchRows(_batch(0, VOCAB, options)))
     return str(error.value)
 
 

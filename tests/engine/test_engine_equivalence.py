@@ -1063,7 +1063,7 @@ def test_rows_without_a_response_give_every_rank_as_many_metrics(results):
 def test_a_rank_of_fewer_passes_counts_in_verls_metrics_as_one_of_more(aggregation, expected, of_a_pass):
     from verl.utils.metric import Metric
 
-    from verl_prefix.engine.pass_results import even_out
+    from verl_prefix.engine.loss import even_out
 
     ranks = [Metric(aggregation), Metric(aggregation)]
     for metric, values in zip(ranks, ([1.0, 2.0, 6.0], [4.0]), strict=True):

@@ -302,7 +302,7 @@ def _problems(batch: dict, seed: int) -> list[str]:
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
-    if exchange.trees.cut_before:
+    if exchange.tree_rule.cut_before:
         homes = {row: rank for rank, (rows, _) in enumerate(lists) for row in rows}
         pixels = any(row["pixels"] for row in every)
         sessions = [row["uid"] if pixels else f"{row['uid']} {row.get('session_id')}" for row in every]
@@ -523,7 +523,7 @@ def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
     rows = agents(dict.fromkeys(kept, "kept") | {"c0": "anew", "c1": "kept"})
     parts = [BatchRows(batch_of(rows[rank::ranks])) for rank in range(ranks)]
     table = AllRows([describe(part, shape) for part in parts])
-    placed = table.place_turns(ranks, [describe_pieces(part, shape, trees) for part in parts])
+    placed = table.by_session(ranks, [describe_pieces(part, shape, trees) for part in parts])
     every, computed = [row for rank in range(ranks) for row in rows[rank::ranks]], []
     for rank in range(ranks):
         here = batch_of([row for row, home in zip(every, placed.ranks, strict=True) if home == rank])
@@ -543,7 +543,7 @@ def test_turns_that_show_most_are_alone_on_their_rank():
     data = BatchRows(batch_of(rows_of({"groups": groups, "mrope": False, "turns": "sessions"}, 0)))
     shape = replace(SHAPE, tower=1e8)
     pieces = [describe_pieces(data, shape, TreeRule("uid", frozenset([END])))]
-    homes = AllRows([describe(data, shape)]).place_turns(2, pieces).ranks
+    homes = AllRows([describe(data, shape)]).by_session(2, pieces).ranks
     assert homes[:4] == homes[8:] != homes[4:8] and len({*homes[4:8]}) == 1
 
 

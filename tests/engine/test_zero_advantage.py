@@ -152,13 +152,15 @@ def _wrong(models: dict, kind: str) -> tuple[float, list[str]]:
         options["policy_loss"] = {"loss_mode": "dro", "dro_beta": 0.5}
         wrong = mock.patch.object(losses, "gradient_without_advantage", lambda config: "")
     elif kind == "a live group":
-        real = losses.Loss.dead
+        real = losses.Loss.find_dead
         wrong = mock.patch.object(
-            losses.Loss, "dead", lambda self, rows: real(self, rows) | _named(rows.data, ("a", "f"))
+            losses.Loss, "find_dead", lambda self, rows: real(self, rows) | _named(rows.data, ("a", "f"))
         )
     else:  # one row of the last rank
-        real = losses.Loss.dead
-        wrong = mock.patch.object(losses.Loss, "dead", lambda self, rows: real(self, rows) | _named(rows.data, ("f",)))
+        real = losses.Loss.find_dead
+        wrong = mock.patch.object(
+            losses.Loss, "find_dead", lambda self, rows: real(self, rows) | _named(rows.data, ("f",))
+        )
     stock, said = _updates("fsdp2", models["qwen3"], options), []
     with wrong:
         ours = _updates("prefix", models["qwen3"], options)

@@ -36,7 +36,7 @@ class Exchange:
 
     Attributes:
         computed: the rows. groups: theirs.
-        trees: what they share, for this batch and those that follow.
+        tree_rule: what they share, for this batch and those that follow.
         uids: of all ranks' rows but padding, as 64-bit hashes; where ranks exchange nothing this rank's own, as they
             are.
         metrics: prefix/* and timing_s/* of this rank; `give_back` adds what it took.
@@ -44,7 +44,7 @@ class Exchange:
 
     computed: BatchRows
     groups: list[Group]
-    trees: TreeRule
+    tree_rule: TreeRule
     uids: Set[Hashable]
     metrics: dict[str, float]
     _travel: Travel | None = None
@@ -62,12 +62,12 @@ class Exchange:
 
 
 def open_exchange(
-    backend: Backend, option: str, batch: BatchRows, trees: TreeRule, loss: Loss, leaves_out: bool
+    backend: Backend, option: str, batch: BatchRows, tree_rule: TreeRule, loss: Loss, leaves_out: bool
 ) -> Exchange:
     """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`.
 
     Args:
-        option: `prefix.exchange`. trees: what rows share besides whole prompts.
+        option: `prefix.exchange`. tree_rule: what rows share besides whole prompts.
         leaves_out: dead rows are marked, in the batch, since they cost nothing, and in the rows that are computed.
 
     Raises:
@@ -75,23 +75,23 @@ def open_exchange(
     """
     ranks = _exchanging_ranks(backend, option, loss)
     if leaves_out:
-        batch.dead = loss.dead(batch)
+        batch.dead = loss.find_dead(batch)
     travel = None if ranks is None else Travel(batch, ranks)
-    is_cut = travel.place_rows(backend.shape, trees) if travel else None
+    is_cut = travel.decide_moves(backend.shape, tree_rule) if travel else None
     computed = travel.send_rows() if travel and travel.moves.any_travels else batch
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
         if leaves_out:
-            computed.dead = loss.dead(computed)
+            computed.dead = loss.find_dead(computed)
         if is_cut is None:
-            is_cut = trees.cuts_rows(computed.uids, computed.keys)
-        groups = group_rows(computed, trees, is_cut)
-    trees = trees._replace(cut_before=is_cut)
+            is_cut = tree_rule.cuts_rows(computed.uids, computed.keys)
+        groups = group_rows(computed, tree_rule, is_cut)
+    tree_rule = tree_rule._replace(cut_before=is_cut)
     if travel is None:
         uids = {uid for row, uid in enumerate(computed.uids) if row not in computed.padding}
-        return Exchange(computed, groups, trees, uids, {})
+        return Exchange(computed, groups, tree_rule, uids, {})
     hashes = {uid for uid in travel.table.uids if uid != PADDING}
-    return Exchange(computed, groups, trees, hashes, travel.metrics, travel if travel.moves.any_travels else None)
+    return Exchange(computed, groups, tree_rule, hashes, travel.metrics, travel if travel.moves.any_travels else None)
 
 
 def _exchanging_ranks(backend: Backend, option: str, loss: Loss) -> dist.ProcessGroup | None:

@@ -40,7 +40,7 @@ class TreeRule(NamedTuple):
         return self.over == "batch" or (self.over == "uid" and are_turns)
 
 
-def group_rows(rows: BatchRows, trees: TreeRule, is_cut: bool) -> list[Group]:
+def group_rows(rows: BatchRows, tree_rule: TreeRule, is_cut: bool) -> list[Group]:
     """Groups all rows that this rank computes: rows with the same key, or trees where the batch `is_cut` at the
     ends of messages. Rows that say which experts their tokens go to are trees in any case, since rows with the same
     prompt may go other ways at its end.
@@ -52,52 +52,52 @@ def group_rows(rows: BatchRows, trees: TreeRule, is_cut: bool) -> list[Group]:
     for group in groups:
         if not all(torch.equal(prompts[row], prompts[group.rows[0]]) for row in group.rows):
             raise ValueError(f"rows {[*group.rows]} arrived as one group, and their prompts differ")
-    cuts = row_cuts(rows, trees) if is_cut else [[n - 1] for n in rows.prompt_lens]
+    cuts = row_cuts(rows, tree_rule) if is_cut else [[n - 1] for n in rows.prompt_lens]
     if rows.expert_routes is not None:
         cuts = [_block_cuts(row) for row in cuts]
     elif not is_cut:
         return groups
-    return group_trees(_tree_tokens(rows, trees, cuts), rows.offsets, rows.prompt_lens, cuts)
+    return group_trees(_tree_tokens(rows, tree_rule, cuts), rows.offsets, rows.prompt_lens, cuts)
 
 
-def row_cuts(rows: BatchRows, trees: TreeRule) -> list[list[int]]:
+def row_cuts(rows: BatchRows, tree_rule: TreeRule) -> list[list[int]]:
     """Where each row is cut, by the ends of its messages: see `core.trees.cuts_at`."""
     prompts = rows.prompts
-    ends, shown = message_ends(prompts, trees.ends), shown_lens(prompts, trees.config)
+    ends, shown = message_ends(prompts, tree_rule.ends), shown_lens(prompts, tree_rule.config)
     return [cuts_at(*of_row) for of_row in zip(ends, rows.prompt_lens, shown, strict=True)]
 
 
-def tokens_by_trees(rows: BatchRows, trees: TreeRule, groups: Sequence[Group]) -> dict[str, float]:
+def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group]) -> dict[str, float]:
     """Counts the tokens that "stock" and each value of `prefix.trees` compute of these rows, without padding and as if
     every group were one pass. For single prompts with pixels `batch` is not counted; it gets the number of `uid`.
 
     Args:
-        groups: of these rows, by `trees`.
+        groups: of these rows, by `tree_rule`.
     """
-    groups_by = {trees.over: groups}
-    are_turns = trees._replace(over="uid").cuts_rows(rows.uids, rows.keys)
+    groups_by = {tree_rule.over: groups}
+    are_turns = tree_rule._replace(over="uid").cuts_rows(rows.uids, rows.keys)
     for over in ("off", "uid", "batch"):
         if over == "batch" and any(rows.pixels) and not are_turns:
             groups_by[over] = groups_by["uid"]
         elif over not in groups_by:
-            rule = trees._replace(over=over)
+            rule = tree_rule._replace(over=over)
             groups_by[over] = group_rows(rows, rule, rule.cuts_rows(rows.uids, rows.keys))
     real = {over: rows.without_padding(groups) for over, groups in groups_by.items()}
     computed = {over: float(sum(group.num_physical_tokens for group in groups)) for over, groups in real.items()}
     return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}
 
 
-def _tree_tokens(rows: BatchRows, trees: TreeRule, cuts: Sequence[Sequence[int]]) -> torch.Tensor:
+def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Mixes tokens with all else that must be equal where rows share: [N] int64.
 
     A token's number also names its position, pixels and temperature, and, up to a row's last cut, the experts of the
-    token before it, since of n shared tokens the next one may go to other experts. With `trees.over` uid it names the
-    uid, with off the whole prompt. Under top-k distillation a response is its row's own,
-    also where other rows have it in their prompts: its outputs are made with the teacher's rows of this row.
+    token before it, since of n shared tokens the next one may go to other experts. With `tree_rule.over` uid it names
+    the uid, with off the whole prompt. Under top-k distillation a response is its row's own, also where other rows have
+    it in their prompts: its outputs are made with the teacher's rows of this row.
     """
     ids, positions = (rows.data[name].values().cpu() for name in ("input_ids", "position_ids"))
-    if is_vision_config(trees.config):
-        tokens = tree_tokens(ids, positions, rows.offsets, rows.pixels, trees.config)
+    if is_vision_config(tree_rule.config):
+        tokens = tree_tokens(ids, positions, rows.offsets, rows.pixels, tree_rule.config)
     else:
         tokens = mix(ids) ^ positions
     temperature = torch.as_tensor(rows.data["temperature"], dtype=torch.float32).cpu().expand(len(rows)).contiguous()
@@ -106,8 +106,8 @@ def _tree_tokens(rows: BatchRows, trees: TreeRule, cuts: Sequence[Sequence[int]]
         lens = [end - start for start, end in pairwise(rows.offsets)]
         pairs = zip(rows.expert_routes.split(lens), cuts, strict=True)
         tokens = tokens ^ torch.cat([_experts_before(own, max(ends, default=0) + 1) for own, ends in pairs])
-    if trees.over != "batch":
-        names: Sequence[Hashable] = rows.uids if trees.over == "uid" else rows.keys
+    if tree_rule.over != "batch":
+        names: Sequence[Hashable] = rows.uids if tree_rule.over == "uid" else rows.keys
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         tokens = mix_rows(tokens, rows.offsets, [numbers[name] for name in names])
     if rows.flag("distillation_use_topk"):

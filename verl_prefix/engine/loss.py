@@ -1,8 +1,8 @@
-"""The loss of a pass: verl's own, of which we know what it reads, or a user's."""
+"""The loss of a pass: verl's own, of which we know what it reads, or a user's; and its metrics, which ranks average."""
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from verl.trainer.distillation.losses import distillation_ppo_loss, get_distillation_loss_fn
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.device import get_device_id
-from verl.utils.metric import Metric
+from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 from verl_prefix.config.actor import LOSSES_OF_ROWS, SKIP_ZERO_ADVANTAGE, gradient_without_advantage
@@ -40,13 +40,6 @@ def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
         parts.append((get_distillation_loss_fn(of_tokens), get_distillation_loss_fn))
     is_verls = all(part.__module__ == verls.__module__ for part, verls in parts)
     return mode if mode in LOSSES_OF_ROWS and is_verls else None
-
-
-def zeros_of(metric: Metric) -> Metric:
-    """A metric that is aggregated alike, and has as many values, all 0."""
-    zeros = metric.init_list()
-    zeros.extend([0.0] * len(metric.values))
-    return zeros
 
 
 def fields_read(function: LossFunction | None, mode: str | None, fields: Set[str] | None) -> Set[str] | None:
@@ -117,7 +110,7 @@ class Loss:
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
-    def dead(self, rows: BatchRows) -> frozenset[int]:
+    def find_dead(self, rows: BatchRows) -> frozenset[int]:
         """Finds the dead rows: their advantages are zero wherever response_mask is 1, so that they have neither loss
         nor gradient. There are none where anything is not finite, or where outputs are wanted back.
 
@@ -176,33 +169,65 @@ class Loss:
             return function
 
         def or_zero(**given: Any) -> Any:
-            rows, output = given.get("data"), given.get("model_output")
-            if output is None or rows is None or rows["response_mask"].any() or not rows["response_mask"].numel():
+            data, output = given.get("data"), given.get("model_output")
+            if output is None or data is None or data["response_mask"].any() or not data["response_mask"].numel():
                 return function(**given)  # of top-k distillation also what is made of logits
-            mask = rows["response_mask"].clone()
+            mask = data["response_mask"].clone()
             (mask.values() if mask.is_nested else mask.view(-1))[0] = 1
-            rows = rows.copy()
-            rows["response_mask"] = mask
+            data = data.copy()
+            data["response_mask"] = mask
             with torch.no_grad():
-                _, metrics = function(**given | {"data": rows})
+                _, metrics = function(**given | {"data": data})
             zeros = {name: zeros_of(x) if isinstance(x, Metric) else 0.0 for name, x in metrics.items()}
             return 0.0 * next(iter(output.values())).values().sum(), zeros
 
         return or_zero
 
     def __call__(
-        self, model_output: Mapping[str, torch.Tensor], rows: TensorDict, group: Any
+        self, model_output: Mapping[str, torch.Tensor], data: TensorDict, group: Any
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
         """Computes the loss and the metrics of a pass, and says whether any of its tokens counts.
 
         verl's loss may raise where no token counts. Then the loss is zero, and there are no metrics (`same_sums`).
 
         Args:
-            group: the ranks that compute data in parallel.
+            data: its rows, as `micro_batch` takes them. group: the ranks that compute data in parallel.
         """
         output = next(iter(model_output.values()))
         if self.function is None:
             return torch.ones((), device=output.device), {}, True
-        if not self.needs_a_token or rows["response_mask"].any():
-            return *self.function(model_output=model_output, data=rows, dp_group=group), True
+        if not self.needs_a_token or data["response_mask"].any():
+            return *self.function(model_output=model_output, data=data, dp_group=group), True
         return 0.0 * output.values().sum(), {}, False
+
+
+def zeros_of(metric: Metric) -> Metric:
+    """A metric that is aggregated alike, and has as many values, all 0."""
+    zeros = metric.init_list()
+    zeros.extend([0.0] * len(metric.values))
+    return zeros
+
+
+def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:
+    """Extends every `Metric` from the values of the passes with `outputs` to those of `num_passes`. verl averages them
+    over ranks by position (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's
+    own mean to anything else."""
+    for name, metric in metrics.items():
+        if isinstance(metric, Metric) and metric.values:
+            num, real = len(metric.values), sum(name in output["metrics"] for output in outputs)
+            filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / num
+            metric.extend([filler] * (num // real * (num_passes - real)))
+
+
+def same_sums(metrics: dict[str, object], group: Any) -> None:
+    """Gives a rank without metrics, no token of which counts, zeros for other ranks' sums: verl divides sums by the
+    ranks that have them (Metric.aggregate_dp). Every rank calls it, after `even_out`.
+
+    Args:
+        group: the ranks that compute data in parallel.
+    """
+    sums = {name: x for name, x in metrics.items() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM}
+    of_ranks: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(of_ranks, sums, group)
+    for name, metric in (pair for of_rank in of_ranks for pair in of_rank.items() if pair[0] not in metrics):
+        metrics[name] = zeros_of(metric)

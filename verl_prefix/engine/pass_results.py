@@ -1,18 +1,16 @@
 """Results of a mini-batch's passes: verl's outputs, losses and metrics, by pass."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from verl.utils import tensordict_utils as tu
-from verl.utils.metric import AggregationType, Metric
 
 from verl_prefix.core.errors import current_pass, listed
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.loss import Loss, zeros_of
+from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.outputs import TEACHER, TokenOutputs
 from verl_prefix.engine.rows import ROUTES, BatchRows, select_rows
 
@@ -84,7 +82,7 @@ class PassResults:
         """Ends the run: returns the output of each pass, its rows, and how many passes had anything not finite.
 
         No pass computes idle groups. They get a step if somebody wants their outputs, or if this rank has no other row,
-        since every rank must report the same metrics, and equally many values of each (`even_out`).
+        since every rank must report the same metrics, and equally many values of each (`loss.even_out`).
         """
         if plan.idle_groups and (self.returns_outputs or not self._results):
             with torch.no_grad(), self._backend.autocast():
@@ -96,14 +94,14 @@ class PassResults:
         if any(result.counts for result in self._results):
             for result in self._results:
                 result.output["metrics"] = result.output["metrics"] if result.counts else {}
-        num_not_finite = self.find_not_finite()
+        num_not_finite = self.count_not_finite()
         for result in self._results:
             result.output["loss"] = result.output["loss"].item()
             if not self.returns_outputs:
                 del result.output["model_output"]
         return [result.output for result in self._results], [result.rows for result in self._results], num_not_finite
 
-    def find_not_finite(self) -> int:
+    def count_not_finite(self) -> int:
         """Counts passes with anything not finite, and names the rows of the first."""
         not_finite = [result for result in self._results if not result.finite]
         if not_finite:
@@ -127,28 +125,3 @@ class PassResults:
             "; ".join(problems) or "all that it was made of is finite",
             self._backend.after_not_finite,
         )
-
-
-def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:
-    """Extends every `Metric` from the values of the passes with `outputs` to those of `num_passes`. verl averages them
-    over ranks by position (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's
-    own mean to anything else."""
-    for name, metric in metrics.items():
-        if isinstance(metric, Metric) and metric.values:
-            num, real = len(metric.values), sum(name in output["metrics"] for output in outputs)
-            filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / num
-            metric.extend([filler] * (num // real * (num_passes - real)))
-
-
-def same_sums(metrics: dict[str, object], group: Any) -> None:
-    """Gives a rank without metrics, no token of which counts, zeros for other ranks' sums: verl divides sums by the
-    ranks that have them (Metric.aggregate_dp). Every rank calls it, after `even_out`.
-
-    Args:
-        group: the ranks that compute data in parallel.
-    """
-    sums = {name: x for name, x in metrics.items() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM}
-    of_ranks: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(of_ranks, sums, group)
-    for name, metric in (pair for of_rank in of_ranks for pair in of_rank.items() if pair[0] not in metrics):
-        metrics[name] = zeros_of(metric)

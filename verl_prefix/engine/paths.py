@@ -56,15 +56,15 @@ class Paths:
         self._told: set[str] = set()
         if self.always is not None:
             return
-        self._stock = stock = backend.stock_facts
+        self._stock_facts = facts = backend.stock_facts
         self.costs = costs = CostModel(
             shape=backend.shape,
-            dense_mask=stock.dense_mask,
+            dense_mask=facts.dense_mask,
             wave_tokens=options.wave_tokens,
             # Where the stock path cannot be sharded, each rank of a slice group computes every token.
-            min_speedup=0 if stock.why_not_sharded else options.min_speedup,
+            min_speedup=0 if facts.why_not_sharded else options.min_speedup,
             memory=backend.memory(options),
-            one_row=stock.never_packs,
+            one_row=facts.never_packs,
         )
         if options.schedule != "auto":
             return
@@ -118,7 +118,7 @@ class Paths:
         groups, idle = leave_out(groups, dead) if dead else (groups, [])
         # A budget follows from the batch's flags and the lengths of groups, which may be of rows from other ranks.
         shared, own = (Batch(each, batch.budget(each)) for each in (groups, batch.alone))
-        if not (self._stock.why_not_sharded or self._stock.never_packs):
+        if not (self._stock_facts.why_not_sharded or self._stock_facts.never_packs):
             self._tell_long_rows(batch, own.budget, forward_only)
         self._tell_waves(shared.budget)
         if self._chooser is None:

@@ -31,10 +31,10 @@ from verl_prefix.engine.carried_pixels import receive_pixels
 from verl_prefix.engine.exchange import open_exchange
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.headroom import Headroom
-from verl_prefix.engine.loss import Loss, LossFunction
+from verl_prefix.engine.loss import Loss, LossFunction, even_out, same_sums
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import TEACHER, flags_of, is_unscaled
-from verl_prefix.engine.pass_results import PassResults, even_out, same_sums
+from verl_prefix.engine.pass_results import PassResults
 from verl_prefix.engine.paths import Paths, WhyStock
 from verl_prefix.engine.rows import RECORDS, ROUTES, BatchRows
 from verl_prefix.engine.step_metrics import StepMetrics, num_dead, plan_metrics
@@ -79,7 +79,7 @@ class PrefixEngine:
         exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss, leaves_out)
         computed, groups = exchange.computed, exchange.groups
         metrics = self._step_metrics.see(exchange, self.tree_rule, forward_only)
-        self.tree_rule = exchange.trees
+        self.tree_rule = exchange.tree_rule
         plan, of_plan = self._paths.plan(batch, groups, forward_only, computed.dead)
         metrics |= of_plan | exchange.metrics
         if isinstance(plan, WhyStock):
@@ -199,7 +199,7 @@ class PrefixEngine:
                 raise
             except RuntimeError:  # as of mcore, which looks for NaN in gradients and knows no rows
                 with suppress(RuntimeError):  # after an error of the device the search may fail as well
-                    results.find_not_finite()
+                    results.count_not_finite()
                 raise
         num_not_finite = 0
         output: dict[str, Any] = {"model_output": None if results.returns_outputs else {}, "metrics": {}}

@@ -60,7 +60,7 @@ def _digest(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def describe_pieces(rows: BatchRows, shape: ModelShape, trees: TreeRule) -> torch.Tensor:
+def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> torch.Tensor:
     """Describes the pieces that rows of turns are made of, int64 [pieces, 3]: the row, 64 bits that name the piece, and
     its cost as the bits of a double. A row without a response, or that is dead, has none.
 
@@ -72,7 +72,7 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, trees: TreeRule) -> torc
     owners: list[int] = []
     ends: list[int] = []
     costs: list[float] = []
-    lens_and_cuts = zip(rows.prompt_lens, rows.response_lens, row_cuts(rows, trees), strict=True)
+    lens_and_cuts = zip(rows.prompt_lens, rows.response_lens, row_cuts(rows, tree_rule), strict=True)
     for row, (prompt_len, response_len, cuts) in enumerate(lens_and_cuts):
         if response_len and row not in rows.dead:
             end = prompt_len + response_len - 1
@@ -145,12 +145,12 @@ class AllRows:
         """Leaves every row on the rank that has it."""
         return describe_rows(self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks)
 
-    def place(self, num_ranks: int) -> Placement:
+    def by_group(self, num_ranks: int) -> Placement:
         """Places each group on one rank, as `place_rows`."""
         args = self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks
         return place_rows(*args, self.has_pixels)
 
-    def place_turns(self, num_ranks: int, pieces: Sequence[torch.Tensor]) -> Placement:
+    def by_session(self, num_ranks: int, pieces: Sequence[torch.Tensor]) -> Placement:
         """Places each uid on one rank, or its sessions on several where balance needs it. All rows of a session are on
         one rank; only where sessions are fewer than ranks, a rank without any gets one row of another's.
 

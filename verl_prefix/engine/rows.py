@@ -51,7 +51,7 @@ class BatchRows:
         keys: of its rows, where these came from another rank; None: `digests`.
 
     Attributes:
-        dead: rows without gradient, which an update under `prefix.skip_zero_advantage` leaves out (`Loss.dead`).
+        dead: rows without gradient, which an update under `prefix.skip_zero_advantage` leaves out (`Loss.find_dead`).
     """
 
     def __init__(self, data: TensorDict, keys: Sequence[Hashable] | None = None) -> None:

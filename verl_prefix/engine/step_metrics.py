@@ -67,14 +67,14 @@ class StepMetrics:
         self._step: dict[str, float] = {}
         self._uids: list[Set[Hashable]] = [frozenset()]  # of its mini-batches, the last of which is under way
 
-    def see(self, exchange: Exchange, trees: TreeRule, forward_only: bool) -> dict[str, float]:
+    def see(self, exchange: Exchange, tree_rule: TreeRule, forward_only: bool) -> dict[str, float]:
         """Takes note of a mini-batch's rows, before it is known whether they share. Returns metrics of them.
 
         Prompts of an update are kept, to count those whose rows lie in several mini-batches of an epoch. For the first
         batch all ranks count the tokens that each value of `prefix.trees` would compute.
 
         Args:
-            trees: what rows share, as it was before this batch.
+            tree_rule: what rows share, as it was before this batch.
         """
         rows, metrics = exchange.computed, dict[str, float]()
         if not forward_only and self._options.mini_batches == "rows":  # "prompts" tears them on purpose
@@ -84,7 +84,7 @@ class StepMetrics:
         if self._is_first_batch:
             self._is_first_batch = False
             with together("counting tokens"):
-                tokens = tokens_by_trees(rows, trees, exchange.groups)
+                tokens = tokens_by_trees(rows, tree_rule, exchange.groups)
             metrics |= {TREE_TOKENS[name]: number for name, number in tokens.items()}
         return metrics
 

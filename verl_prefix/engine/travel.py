@@ -69,7 +69,7 @@ class Travel:
     """One rank's rows on their way there and back.
 
     Attributes:
-        table: all ranks' rows. moves: where this rank's go. Both from `place_rows` on.
+        table: all ranks' rows. moves: where this rank's go. Both from `decide_moves` on.
         metrics: prefix/* and timing_s/* of this rank so far; imbalance and groups are those of all ranks.
     """
 
@@ -81,30 +81,30 @@ class Travel:
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
 
-    def place_rows(self, shape: ModelShape, trees: TreeRule) -> bool:
+    def decide_moves(self, shape: ModelShape, tree_rule: TreeRule) -> bool:
         """Tells all ranks of all rows, and finds each row a rank. Returns whether rows are cut, as in `group_rows`."""
         with self._timed():
             with together("describing rows", maxima=("num_rows", "cut_before"), same=("layout",)) as agreed:
                 self._codec = RowCodec.of_batch(self._rows.data)
                 own = describe(self._rows, shape)
                 agreed.maximum("num_rows", len(own))
-                agreed.maximum("cut_before", trees.cut_before)
+                agreed.maximum("cut_before", tree_rule.cut_before)
                 agreed.same("layout", self._codec.layout)
             # Ranks differ in it after a batch whose rows stayed.
-            trees = trees._replace(cut_before=bool(agreed["cut_before"]))
+            tree_rule = tree_rule._replace(cut_before=bool(agreed["cut_before"]))
             compatible = agreed.is_same("layout")
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
             self.table = AllRows(self._gather(own, agreed["num_rows"]))
-            is_cut = trees.cuts_rows(self.table.uids, self.table.keys)
+            is_cut = tree_rule.cuts_rows(self.table.uids, self.table.keys)
             pieces: list[torch.Tensor] = []
             if is_cut:
                 with together("describing turns", maxima=("num_pieces",)) as agreed:
-                    own = describe_pieces(self._rows, shape, trees)
+                    own = describe_pieces(self._rows, shape, tree_rule)
                     agreed.maximum("num_pieces", len(own))
                 pieces = self._gather(own, agreed["num_pieces"])
             with together("placing rows", same=("homes",)) as agreed:
-                agreed.same("homes", self._place(compatible, pieces if is_cut else None))
+                agreed.same("homes", self._find_homes(compatible, pieces if is_cut else None))
         if not agreed.is_same("homes"):
             raise ExchangeError(
                 "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
@@ -112,14 +112,14 @@ class Travel:
             )
         return is_cut
 
-    def _place(self, compatible: bool, pieces: Sequence[torch.Tensor] | None) -> list[int]:
+    def _find_homes(self, compatible: bool, pieces: Sequence[torch.Tensor] | None) -> list[int]:
         """Finds the rank of every row of all ranks, by `pieces` where rows are turns. Where ranks cannot read each
         other's rows (not `compatible`), every row stays."""
         table = self.table
         if not compatible:
             placement = table.as_it_is(self._size)
         else:
-            placement = table.place(self._size) if pieces is None else table.place_turns(self._size, pieces)
+            placement = table.by_group(self._size) if pieces is None else table.by_session(self._size, pieces)
         homes = placement.ranks
         if len(homes) != len(table.keys) or set(homes) != set(range(self._size)):
             raise ExchangeError(

@@ -165,18 +165,18 @@ class Verification:
         perturbed = _num_perturbed(len(rows), len(group.rows))
         (_, most), (fewest_perturbed, _) = backend.ranks.ranges_over_ranks(len(group.rows), perturbed)
         repeated = group.rows[-1:] * (most - len(group.rows))
-        of_group, alone = rows.select(group.rows), rows.select([*group.rows, *repeated])
+        of_group, for_stock = rows.select(group.rows), rows.select([*group.rows, *repeated])
         group = group.renumbered({row: place for place, row in enumerate(group.rows)})
         lens = of_group.response_lens
         flags, falling = _NO_FLAGS | {"return_model_output": True}, _falling_loss
         if rows.flag("distillation_use_topk"):
             flags["distillation_use_topk"] = True
             falling = functools.partial(_falling_loss, processor=loss.function)
-        for chosen in (of_group, alone):  # repeated rows count for nothing
+        for chosen in (of_group, for_stock):  # repeated rows count for nothing
             tu.assign_non_tensor(chosen.data, **flags)
             weights = [float(i < len(lens)) / len(lens) for i in range(len(chosen))]
             chosen.data["verify_weight"] = torch.tensor(weights)
-        tu.assign_non_tensor(alone.data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        tu.assign_non_tensor(for_stock.data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
 
         def responses(output: dict) -> torch.Tensor:
             if not backend.ranks.has_outputs:
@@ -187,10 +187,10 @@ class Verification:
         forward_only = backend.has_no_updates  # then no gradient differs from zero
 
         def stock() -> torch.Tensor:
-            return responses(backend.run_stock_path(alone.data, falling, forward_only))
+            return responses(backend.run_stock_path(for_stock.data, falling, forward_only))
 
-        def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
-            plan = plan_to_check(group, budget, path, nests=backend.memory(self._options).stages == 1)
+        def ours(schedule: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
+            plan = plan_to_check(group, budget, schedule, nests=backend.memory(self._options).stages == 1)
             falls = Loss(falling, fields={"temperature", "verify_weight"})
             output, _ = self._run_plan(of_group, [group], plan, falls, forward_only, pass_type=pass_type)
             return responses(output)
@@ -207,15 +207,15 @@ class Verification:
         return verdict._replace(attention=attention, recurrence=recurrence)
 
 
-def plan_to_check(group: Group, budget: int, path: str, nests: bool) -> Plan:
+def plan_to_check(group: Group, budget: int, schedule: str, nests: bool) -> Plan:
     """Returns the plan by which a group is checked, "packed" or "phased". In a phased one several waves read one
     prefix, whose gradients add up. That of a tree has nested passes, if passes may nest.
 
     Args:
         nests: see `make_plan`.
     """
-    deepest = Nesting(group, budget, 1, offload=False).deepest() if nests and path == "phased" else None
-    return Plan((deepest,)) if deepest else make_plan([group], budget, path, wave_tokens=1, nests=nests)
+    deepest = Nesting(group, budget, 1, offload=False).deepest() if nests and schedule == "phased" else None
+    return Plan((deepest,)) if deepest else make_plan([group], budget, schedule, wave_tokens=1, nests=nests)
 
 
 def _compared_outputs(model_output: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -69,13 +69,13 @@ class TokenStep(Step):
     ) -> list[list[Group]]:
         """As the engine's exchange and `grouping.group_rows` make them; nothing is `dead`."""
         step, every = AllRows([self.table]), AllRows([self.table[rank] for rank in ranks])
-        trees, homes = TreeRule(self.over, frozenset({END})), every.ranks
-        is_cut = trees.cuts_rows(step.uids, step.keys)
+        tree_rule, homes = TreeRule(self.over, frozenset({END})), every.ranks
+        is_cut = tree_rule.cuts_rows(step.uids, step.keys)
         if exchange and len(ranks) > 1 and is_cut:
-            pieces = [describe_pieces(self.batch.select(rank), self.shape, trees) for rank in ranks]
-            homes = every.place_turns(len(ranks), pieces).ranks
+            pieces = [describe_pieces(self.batch.select(rank), self.shape, tree_rule) for rank in ranks]
+            homes = every.by_session(len(ranks), pieces).ranks
         elif exchange and len(ranks) > 1:
-            homes = every.place(len(ranks)).ranks
+            homes = every.by_group(len(ranks)).ranks
         members: list[list[int]] = [[] for _ in ranks]
         for row, home in zip((row for rank in ranks for row in rank), homes, strict=True):
             members[home].append(row)
