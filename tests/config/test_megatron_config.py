@@ -221,7 +221,7 @@ def test_without_megatron_core_the_driver_says_what_to_install(paths, monkeypatc
 def test_ranks_of_tensor_parallelism_have_the_same_rows_and_cut_none(paths):
     actor = driver.composed("prefix_megatron", paths["qwen3"], f"{TP}=4").actor_rollout_ref.actor
     assert engines.slices_of("actor", actor) == (f"{MEGATRON}.context_parallel_size", 1)
-    assert next(engines.heads_of("actor", actor)) == (TP, 4, 1) and engines.copies_of(actor) == 4
+    assert next(engines.heads_of(actor)) == (TP, 4, 1) and engines.copies_of(actor) == 4
 
 
 def test_every_field_of_megatron_cores_configs_is_decided_once():

@@ -64,16 +64,11 @@ def _order(rounds: Sequence[Round], behind: int, forward_only: bool) -> Iterator
 
 
 def timeline(rounds: Sequence[Round], stages: int, forward_only: bool = False) -> Timeline:
-    """When the stages are done with these rounds.
-
-    Raises:
-        RuntimeError: stages wait for each other, which no order of `_order` lets happen.
-    """
+    """When the stages are done with these rounds."""
     orders = [[*_order(rounds, stages - 1 - stage, forward_only)] for stage in range(stages)]
     done: list[dict[tuple[bool, int], float]] = [{} for _ in orders]  # by stage; when it was, of what has run
     now, busy, left = [0.0] * stages, 0.0, sum(map(len, orders))
-    while left:
-        before = left
+    while left:  # each time some stage goes on: no order of `_order` lets stages wait for each other
         for stage, order in enumerate(orders):
             while len(done[stage]) < len(order):
                 is_forward, number, work = order[len(done[stage])]
@@ -87,7 +82,5 @@ def timeline(rounds: Sequence[Round], stages: int, forward_only: bool = False) -
                 sent = work.sent if stage != (stages - 1 if is_forward else 0) else 0.0
                 now[stage] = done[stage][is_forward, number] = max(now[stage], ready) + seconds + sent
                 busy, left = busy + seconds, left - 1
-        if left == before:
-            raise RuntimeError(f"{stages} stages wait for each other")
     end = max(now)
     return Timeline(tuple(now), 1 - busy / (stages * end) if end else 0.0)

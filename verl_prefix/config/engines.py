@@ -109,13 +109,13 @@ def slices_of(role: str, section: Any) -> tuple[str, int]:
     return engine.key(role, engine.slices), engine.size(section, engine.slices)
 
 
-def heads_of(role: str, section: Any) -> Iterator[tuple[str, int, int]]:
-    """Yields the keys that say to how many ranks a layer's heads are dealt: each, its value, and the number of ranks
-    that those before it have dealt them to."""
+def heads_of(section: Any) -> Iterator[tuple[str, int, int]]:
+    """Yields the actor's keys that say to how many ranks a layer's heads are dealt: each, its value, and the number of
+    ranks that those before it have dealt them to."""
     engine, before = engine_of(section), 1
     for option in engine.heads:
         size = engine.size(section, option)
-        yield engine.key(role, option), size, before
+        yield engine.key("actor", option), size, before
         before *= size
 
 

@@ -160,7 +160,7 @@ def check_model_family(section: Any, model_config: Any) -> None:
         f"{key}=sdpa drops a {hf_config.model_type} model's attn_logit_softcapping on verl's own path, with which ours "
         "is compared; set eager, or on a GPU flash_attention_2",
     )
-    for key, size, before in heads_of("actor", section):
+    for key, size, before in heads_of(section):
         check_dealt(key, size, hf_config, before)
     refuse(
         section.get("freeze_vision_tower") and not is_vision_config(hf_config),

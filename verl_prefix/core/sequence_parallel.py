@@ -101,7 +101,7 @@ class Shards:
         for dtype in dict.fromkeys(x.dtype for x in by_rank):
             alike = [i for i, x in enumerate(by_rank) if x.dtype == dtype]
             sent = torch.cat([by_rank[i].flatten(2) for i in alike], 2).transpose(0, 1).flatten(0, 1)
-            received: torch.Tensor = _AllToAll.apply(sent, self.group)  # type: ignore[no-untyped-call]
+            received: torch.Tensor = AllToAll.apply(sent, self.group)  # type: ignore[no-untyped-call]
             columns = received.split([by_rank[i].shape[2:].numel() for i in alike], 1)
             for i, x in zip(alike, columns, strict=True):
                 of_heads[i] = x.index_select(0, self._on_device).unflatten(1, by_rank[i].shape[2:])
@@ -110,7 +110,7 @@ class Shards:
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
         """A tensor [T, H / n, ...] of all tokens -> [t, H, ...] of this rank's tokens, zero where a slice is padded."""
         padded = out.new_zeros(self.size * self._local, *out.shape[1:]).index_copy(0, self._on_device, out)
-        received: torch.Tensor = _AllToAll.apply(padded, self.group)  # type: ignore[no-untyped-call]
+        received: torch.Tensor = AllToAll.apply(padded, self.group)  # type: ignore[no-untyped-call]
         by_rank: torch.Tensor = received.unflatten(0, (self.size, self._local))
         return by_rank.transpose(0, 1).flatten(1, 2)
 
@@ -119,7 +119,7 @@ class Shards:
         return weights.chunk(self.size)[self.rank]
 
 
-class _AllToAll(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """Sends [n m, ...] in n blocks, the i-th to rank i -> the blocks that ranks sent here. It is its own inverse."""
 
     @staticmethod
@@ -132,7 +132,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _AllToAll.apply(dx, ctx.group), None  # type: ignore[no-untyped-call]
+        return AllToAll.apply(dx, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from verl.utils.tokenizer import build_multimodal_processor_inputs, get_processor_token_id
 
-from verl_prefix.models.vision import share_pixels
-
-# What a model's forward takes of a processor's output, for images and for videos.
-_PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+from verl_prefix.models.vision import PIXEL_NAMES, share_pixels
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def read_prompt(
         inputs = build_multimodal_processor_inputs(
             processor, text=[""], images=images, videos=videos, mm_processor_kwargs=processor_kwargs
         )
-        pixels = {name: inputs[name] for name in _PIXELS if name in inputs}
+        pixels = {name: inputs[name] for name in PIXEL_NAMES if name in inputs}
     ids = torch.tensor([tokens])
     kinds = torch.zeros_like(ids)
     for name, kind in (("image", 1), ("video", 2)):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from verl_prefix.auto.shape import experts_of
+from verl_prefix.core.sequence_parallel import AllToAll
 from verl_prefix.tools.simulate.scans import launch
 from verl_prefix.tools.simulate.tracker import Tracker
 
@@ -119,21 +120,8 @@ def _counts(mask: torch.Tensor, group: dist.ProcessGroup, tracker: Tracker) -> N
     local.to("cpu")
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sent(grads[0], ctx.group), None
-
-
 def sent(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    sent: torch.Tensor = _AllToAll.apply(x, group)
+    sent: torch.Tensor = AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
     return sent
 
 

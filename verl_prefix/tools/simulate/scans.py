@@ -172,7 +172,6 @@ def _rule_of(mixer: GatedDeltaNet) -> Callable[..., tuple[torch.Tensor, torch.Te
         flops = per_token * q.shape[1] * v.shape[2] / mixer.module.num_v_heads  # of this rank's heads
         return _DeltaRule.apply(q, k, v, g, beta, initial_state, output_final_state, segments, flops)
 
-    chunk_gated_delta_rule.__module__ = "fla.stand_in"  # by which models.recurrent knows that it takes segments
     return chunk_gated_delta_rule
 
 
