@@ -17,7 +17,7 @@ ROOM = f"{FAULTS}:test_attention_is_kept_where_updates_without_left_room_to_spar
 PLACES = {
     "auto/calibration.py:measure.run": f"{CORE}:test_a_pass_is_measured_until_the_device_has_computed_it",
     "cli.py:_ab": f"{TOOLS}:test_ab_leaves_verl_its_platform_where_there_is_a_gpu",
-    "config/veomni.py:PrefixVeOmniActorConfig.check":
+    "config/veomni.py:PrefixVeOmniActorConfig.check_spread":
         "config/test_veomni_config.py:test_what_cannot_be_is_refused_in_the_driver_by_its_key",
     "core/attention.py:_fused_merge": f"{CORE}:test_the_fused_merge_is_taken_where_triton_is_installed",
     "core/host_memory.py:HostPages.__init__":

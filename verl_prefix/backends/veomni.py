@@ -18,9 +18,9 @@ from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.hugging_face import HFBackend, check_on_rank
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import VEOMNI
-from verl_prefix.config.model import is_varlen
+from verl_prefix.config.model import is_varlen, refuse_absent_options
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built, check_model_options, check_weights
+from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built
 from verl_prefix.engine.backend import StockFacts
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
@@ -76,11 +76,10 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
         self.prefix_config = engine_config.prefix
         check_replayed(engine_config, VEOMNI, model_config.hf_config)
         if self.prefix_config.schedule != "stock":
-            check_model_options(model_config)
+            refuse_absent_options(model_config, VEOMNI)
             key = f"{role_of(engine_config)}.veomni.ulysses_parallel_size"
             check_on_rank(model_config, key, engine_config.ulysses_parallel_size)
-            check_weights(model_config.hf_config, model_config.local_path)
-            check_built(model_config.hf_config, engine_config)
+            check_built(model_config.hf_config, engine_config, model_config.local_path)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.set_backend(VeOmniBackend(self), engine_config)
 

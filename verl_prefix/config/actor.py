@@ -7,7 +7,13 @@ from typing import Any, ClassVar
 from verl.workers.config import PolicyLossConfig
 
 from verl_prefix.config.engines import VEOMNI, Engine, slices_of
-from verl_prefix.config.model import check_model_family, check_sequence_parallel, refuse, warn_of_replaced_options
+from verl_prefix.config.model import (
+    check_model_family,
+    check_sequence_parallel,
+    read_hf_config,
+    refuse,
+    warn_of_replaced_options,
+)
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.versions import check_versions, warn_once
 
@@ -145,11 +151,10 @@ class PrefixEngineOptions:
     verl's registry. verl's own check knows verl's name alone (verl/workers/config/engine.py), and is shown that.
 
     Attributes:
-        on: verl's engine. strategy_of_verl: verl's name of it. of_critic: it is the critic's.
+        on: verl's engine. of_critic: it is the critic's.
     """
 
     on: ClassVar[Engine]
-    strategy_of_verl: ClassVar[str]
     of_critic: ClassVar[bool] = False
 
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
@@ -165,18 +170,33 @@ class PrefixEngineOptions:
         check_versions()
         self.on.warn_of_untested()
         self.check(f"{role_of(self)}.{self.on.section}")
-        self.strategy = self.strategy_of_verl
+        self.strategy = self.on.strategy
         super().__post_init__()  # type: ignore[misc]
         self.strategy = self.on.name
 
-    def check(self, key: str) -> None:
+    def check(self: Any, key: str) -> None:
         """Refuses, by `key` of the section, options that the shared-prefix path cannot honour."""
-        raise NotImplementedError
+        on = self.on
+        refuse(
+            self.strategy not in (on.name, on.strategy),
+            f"{key}.strategy={self.strategy!r}: model_engine={on.name} is of {on.title} only; set {key}.strategy="
+            f"{on.strategy}, or remove it",
+        )
+        refuse_padding(key, self)
+        qat = self.get("qat")  # VeOmni has none
+        refuse(
+            qat and qat.get("enable", False),
+            f"{key}.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
+            f"{key}.qat.enable=False, or model_engine={on.verls}",
+        )
+        refuse_replay_of_ref(key, self)
 
 
+@dataclass
 class PrefixActor:
-    """What stands before an actor config of verl's, a dataclass with `prefix`, `strategy` and verl's section of engine
-    options, and hands `prefix` on to the engine, which sees nothing else of the actor's config.
+    """What stands before an actor config of verl's, a dataclass with `strategy` and verl's section of engine options.
+    It hands `prefix` on to the engine, which sees nothing else of the actor's config. The rollout's
+    `enable_rollout_routing_replay` is here to be compared.
 
     Attributes:
         on: verl's engine.
@@ -184,16 +204,26 @@ class PrefixActor:
 
     on: ClassVar[Engine]
 
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
+    enable_rollout_routing_replay: bool = False
+
     def __post_init__(self: Any) -> None:
-        engine = getattr(self, self.on.section)
+        engine, on = getattr(self, self.on.section), self.on
         key, ours = role_of(engine), "actor_rollout_ref.actor.prefix"
+        engines = {"fsdp2": "prefix for FSDP2"} | {name: name for name in ("megatron", "torchtitan", "veomni")}
+        other = f"{engines[self.strategy]} without it" if self.strategy in engines else "dp"  # whose config has more
+        refuse(
+            self.strategy != on.strategy,
+            f"{key}.strategy={self.strategy!r}: model_engine={on.name} is verl's engine of {on.title}; set "
+            f"{key}.strategy={on.strategy}, or model_engine={other}",
+        )
         refuse(
             not isinstance(self.prefix, PrefixConfig),
             f"{key}.prefix={self.prefix}: actor and ref share their options; set them in {ours}",
         )
         refuse(
             engine.prefix not in (self.prefix, PrefixConfig()),
-            f"{key}.{self.on.section}.prefix is filled in from {ours}, and differs from it; set its keys there",
+            f"{key}.{on.section}.prefix is filled in from {ours}, and differs from it; set its keys there",
         )
         self._check_replay(engine.router_replay.mode)
         refuse_shuffle(key, self)
@@ -213,7 +243,7 @@ class PrefixActor:
                 f"{SKIP_ZERO_ADVANTAGE}=False",
             )
         super().__post_init__()  # type: ignore[misc]
-        self.engine.strategy = self.on.name
+        self.engine.strategy = on.name
         self.engine.prefix = self.prefix
         self.engine.freeze_vision_tower = self.freeze_vision_tower
         self.engine.ppo_epochs = self.ppo_epochs
@@ -241,6 +271,8 @@ class PrefixActor:
         """Ours of `validate`."""
         key, sequence_ranks = slices_of("actor", self)
         check_sequence_parallel(key, sequence_ranks, n_gpus=n_gpus, model_config=model_config)
+        hf_config = None if model_config is None else read_hf_config(model_config)
+        self.check_spread(n_gpus, hf_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
             warn_once(
                 logger,
@@ -250,9 +282,18 @@ class PrefixActor:
                 self.policy_loss.loss_mode,
             )
         if model_config is not None and self.prefix.schedule != "stock":
-            self.check_options(model_config)
-            check_model_family(self, model_config)
+            self.check_model(model_config, hf_config)
+            check_model_family(self, model_config, hf_config)
 
-    def check_options(self, model_config: Any) -> None:
-        """Checks those of `actor_rollout_ref.model` that mean something else to the shared-prefix path."""
+    def check_spread(self, n_gpus: int, hf_config: Any) -> None:
+        """Checks how this engine spreads the model over GPUs, and replays its routers, whatever the schedule is.
+
+        Args:
+            hf_config: the model's; None: nobody sees it here. So it is in `check_model`.
+        """
+        raise NotImplementedError
+
+    def check_model(self, model_config: Any, hf_config: Any) -> None:
+        """Checks options of `actor_rollout_ref.model` that mean something else to the shared-prefix path of this
+        engine, and how it builds the model."""
         warn_of_replaced_options(model_config)

@@ -18,7 +18,7 @@ class Engine:
 
     Attributes:
         name: ours, a value of `model_engine` and the engine's name in verl's registry. verls: verl's own value.
-        title: in words.
+        strategy: verl's name of it in configs. title: in words.
         section: the key of its options within a section.
         target: our class of actor and ref.
         slices: the option that says how many ranks cut one packed row among themselves.
@@ -30,6 +30,7 @@ class Engine:
 
     name: str
     verls: str
+    strategy: str
     title: str
     section: str
     target: str
@@ -74,19 +75,20 @@ SWITCHES = ("exchange", "trees", "keep_attention", "verify")  # keys of `prefix`
 
 _ULYSSES = "ulysses_sequence_parallel_size"
 FSDP2 = Engine(
-    "prefix", "dp", "FSDP2", "fsdp_config", "verl_prefix.config.fsdp.PrefixActorConfig",
+    "prefix", "dp", "fsdp2", "FSDP2", "fsdp_config", "verl_prefix.config.fsdp.PrefixActorConfig",
     slices=_ULYSSES, heads=(_ULYSSES,), copies=(_ULYSSES,),
 )  # fmt: skip
 CRITIC = replace(FSDP2, section="fsdp", target="verl_prefix.config.fsdp.PrefixCriticConfig")  # of FSDP2
 VEOMNI = Engine(
-    "prefix_veomni", "veomni", "VeOmni", "veomni", "verl_prefix.config.veomni.PrefixVeOmniActorConfig",
+    "prefix_veomni", "veomni", "veomni", "VeOmni", "veomni", "verl_prefix.config.veomni.PrefixVeOmniActorConfig",
     slices="ulysses_parallel_size", heads=("ulysses_parallel_size",), copies=("ulysses_parallel_size",),
     attention="attn_implementation", package="veomni", tested=TESTED_VEOMNI,
 )  # fmt: skip
 # Ranks of the one have the same rows and cut none, those of the other cut them; a layer's heads are dealt to both.
 _TENSOR, _CONTEXT = "tensor_model_parallel_size", "context_parallel_size"
 MEGATRON = Engine(
-    "prefix_megatron", "megatron", "Megatron", "megatron", "verl_prefix.config.megatron.PrefixMegatronActorConfig",
+    "prefix_megatron", "megatron", "megatron", "Megatron", "megatron",
+    "verl_prefix.config.megatron.PrefixMegatronActorConfig",
     slices=_CONTEXT, heads=(_TENSOR, _CONTEXT), copies=(_TENSOR, "pipeline_model_parallel_size", _CONTEXT),
     attention="override_transformer_config.attention_backend", package="megatron-core", tested=TESTED_MEGATRON,
 )  # fmt: skip

@@ -10,13 +10,10 @@ from verl_prefix.config.actor import (
     PrefixEngineOptions,
     check_replayed,
     refuse_norm_by_pass,
-    refuse_padding,
-    refuse_replay_of_ref,
     refuse_shuffle,
-    role_of,
 )
 from verl_prefix.config.engines import FSDP2
-from verl_prefix.config.model import check_dealt, check_sequence_parallel, read_hf_config, refuse
+from verl_prefix.config.model import check_dealt, check_sequence_parallel, refuse
 from verl_prefix.config.options import PrefixConfig
 
 VERLS_CRITIC = "critic=dp_critic (verl's own critic; with critic.strategy=fsdp2 on FSDP2)"
@@ -33,28 +30,14 @@ class PrefixEngineConfig(PrefixEngineOptions, FSDPEngineConfig):
         ImportError: this verl was never tested (see `versions`).
     """
 
-    on, strategy_of_verl = FSDP2, "fsdp2"
+    on = FSDP2
 
     strategy: str = "prefix"
-
-    def check(self, key: str) -> None:
-        refuse(
-            self.strategy not in ("prefix", "fsdp2"),
-            f"{key}.strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set {key}.strategy=fsdp2, or "
-            "remove it",
-        )
-        refuse_padding(key, self)
-        refuse(
-            self.get("qat") and self.qat.get("enable", False),
-            f"{key}.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
-            f"{key}.qat.enable=False, or model_engine=dp",
-        )
-        refuse_replay_of_ref(key, self)
 
 
 @dataclass
 class PrefixActorConfig(PrefixActor, FSDPActorConfig):
-    """verl's FSDP actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be compared.
+    """verl's FSDP actor config plus those of `PrefixActor`.
 
     Raises:
         ValueError: an actor option that would silently undo sharing.
@@ -63,24 +46,10 @@ class PrefixActorConfig(PrefixActor, FSDPActorConfig):
     on = FSDP2
 
     strategy: str = "fsdp2"
-    prefix: PrefixConfig = field(default_factory=PrefixConfig)
     fsdp_config: PrefixEngineConfig = field(default_factory=PrefixEngineConfig)
-    enable_rollout_routing_replay: bool = False
 
-    def __post_init__(self) -> None:
-        key = role_of(self.fsdp_config)
-        has_engine = self.strategy in ("megatron", "torchtitan", "veomni")  # others are strategies of dp's config
-        refuse(
-            self.strategy != "fsdp2",
-            f"{key}.strategy={self.strategy!r}: model_engine=prefix is verl's FSDP engine with FSDP2; set "
-            f"{key}.strategy=fsdp2, or model_engine={f'{self.strategy} without it' if has_engine else 'dp'}",
-        )
-        super().__post_init__()
-
-    def check(self, n_gpus: int, model_config: Any) -> None:
-        super().check(n_gpus, model_config)
-        if self.fsdp_config.router_replay.mode != "disabled" and model_config is not None:
-            check_replayed(self.fsdp_config, FSDP2, read_hf_config(model_config))
+    def check_spread(self, n_gpus: int, hf_config: Any) -> None:
+        check_replayed(self.fsdp_config, FSDP2, hf_config)
 
 
 @dataclass

@@ -11,15 +11,13 @@ from verl_prefix.config.actor import (
     SKIP_ZERO_ADVANTAGE,
     PrefixActor,
     PrefixEngineOptions,
-    refuse_padding,
-    refuse_replay_of_ref,
     role_of,
 )
 from verl_prefix.config.engines import MEGATRON, copies_of
-from verl_prefix.config.model import read_hf_config, refuse, refuse_absent_options, warn_of_replaced_options
-from verl_prefix.config.options import PrefixConfig
+from verl_prefix.config.model import refuse, refuse_absent_options, warn_of_replaced_options
 from verl_prefix.config.transformer_fields import SIZES, TOPOLOGY, refusal
 
+REPLAY = MEGATRON.key("actor", "router_replay.mode")
 STOCK = "or model_engine=megatron, or actor_rollout_ref.actor.prefix.schedule=stock"
 # Options of megatron-core's gradient buffers (megatron/core/distributed/distributed_data_parallel_config.py) that stand
 # for another way to shard, or for a backward that megatron-core's own schedule ends.
@@ -35,12 +33,12 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
         ValueError: an option of Megatron that the shared-prefix path cannot honour.
     """
 
-    on, strategy_of_verl = MEGATRON, "megatron"
+    on = MEGATRON
 
     strategy: str = "prefix_megatron"
 
     def check(self, key: str) -> None:
-        refuse_padding(key, self)
+        super().check(key)
         refuse(
             self.virtual_pipeline_model_parallel_size is not None,
             f"{key}.virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: shared passes do "
@@ -57,12 +55,6 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
             not self.use_mbridge,
             f"{key}.use_mbridge=False: verl's Megatron engine asserts it; set {key}.use_mbridge=True",
         )
-        refuse(
-            self.qat.enable,
-            f"{key}.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
-            f"{key}.qat.enable=False, or model_engine=megatron",
-        )
-        refuse_replay_of_ref(key, self)
         if self.prefix.get("schedule") != "stock":
             self.check_overrides(key)
 
@@ -99,7 +91,7 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
 
 @dataclass
 class PrefixMegatronActorConfig(PrefixActor, McoreActorConfig):
-    """verl's Megatron actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be compared.
+    """verl's Megatron actor config plus those of `PrefixActor`.
 
     Raises:
         ValueError: an actor option that would silently undo sharing.
@@ -108,39 +100,29 @@ class PrefixMegatronActorConfig(PrefixActor, McoreActorConfig):
     on = MEGATRON
 
     strategy: str = "megatron"
-    prefix: PrefixConfig = field(default_factory=PrefixConfig)
     megatron: PrefixMegatronEngineConfig = field(default_factory=PrefixMegatronEngineConfig)
-    enable_rollout_routing_replay: bool = False
 
     def __post_init__(self) -> None:
-        key = role_of(self.megatron)
-        refuse(
-            self.strategy != "megatron",
-            f"{key}.strategy={self.strategy!r}: model_engine=prefix_megatron is verl's Megatron engine; remove it, or "
-            "set model_engine=prefix for FSDP2",
-        )
         super().__post_init__()
-        replay, traces = self.megatron.router_replay.mode, self.prefix.trace_dir
+        key, replay, traces = REPLAY, self.megatron.router_replay.mode, self.prefix.trace_dir
         refuse(
             replay != "disabled" and traces,
-            f"actor_rollout_ref.actor.prefix.trace_dir={traces} and {key}.router_replay.mode={replay}: a trace is "
-            "replayed on FSDP2, where tokens without a record go elsewhere than on Megatron; remove it, or set "
-            f"{key}.router_replay.mode=disabled",
+            f"actor_rollout_ref.actor.prefix.trace_dir={traces} and {key}={replay}: a trace is replayed on FSDP2, "
+            f"where tokens without a record go elsewhere than on Megatron; remove it, or set {key}=disabled",
         )
 
-    def check(self, n_gpus: int, model_config: Any) -> None:
-        super().check(n_gpus, model_config)
-        check_spread(self.megatron, n_gpus, None if model_config is None else read_hf_config(model_config))
+    def check_spread(self, n_gpus: int, hf_config: Any) -> None:
+        check_spread(self.megatron, n_gpus, hf_config)
 
-    def check_options(self, model_config: Any) -> None:
-        """Checks those of `actor_rollout_ref.model` that Megatron has not, and the model."""
+    def check_model(self, model_config: Any, hf_config: Any) -> None:
         check_model_options(model_config)
-        replay = f"actor_rollout_ref.actor.megatron.router_replay.mode={self.megatron.router_replay.mode}"
+        replay = self.megatron.router_replay.mode
         refuse(
-            "disabled" not in replay and not model_config.get("use_remove_padding"),
-            f"{replay}: verl replays routes of packed rows; set actor_rollout_ref.model.use_remove_padding=True",
+            replay != "disabled" and not model_config.get("use_remove_padding"),
+            f"{REPLAY}={replay}: verl replays routes of packed rows; set actor_rollout_ref.model.use_remove_padding="
+            "True",
         )
-        if (hf_config := read_hf_config(model_config)) is not None:
+        if hf_config is not None:
             check_built(hf_config, self.megatron)
 
 
@@ -154,7 +136,7 @@ def check_model_options(model_config: Any) -> None:
     Raises:
         ValueError: naming the keys.
     """
-    refuse_absent_options(model_config, "Megatron", "a prefix is not shared under adapters of Megatron")
+    refuse_absent_options(model_config, MEGATRON)
     mtp = model_config.get("mtp") or {}
     key = "actor_rollout_ref.model.mtp.enable"
     refuse(

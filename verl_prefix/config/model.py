@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_prefix.config.engines import attention_of, heads_of
+from verl_prefix.config.engines import VEOMNI, Engine, attention_of, heads_of
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -69,24 +69,25 @@ def check_dealt(key: str, size: int, hf_config: Any, before: int = 1) -> None:
     )
 
 
-def refuse_absent_options(model_config: Any, title: str, adapters: str) -> None:
-    """Refuses `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that an engine of verl does not have:
-    LoRA, and offload of activations.
-
-    Args:
-        title: the engine. adapters: why it has none.
+def refuse_absent_options(model_config: Any, on: Engine) -> None:
+    """Refuses `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that VeOmni or Megatron does not have:
+    LoRA, without which verl's VeOmni engine would train the whole model, and offload of activations
+    (verl/workers/engine/veomni/transformer_impl.py, _build_model_optimizer).
 
     Raises:
         ValueError: naming the keys.
     """
+    why = "a prefix is not shared under adapters of Megatron"
+    if on is VEOMNI:
+        why = "verl's VeOmni engine builds no adapters"
     key, lora = "actor_rollout_ref.model", model_config.get("lora") or {}
     values = {"lora_rank": model_config.get("lora_rank", 0), "lora.rank": lora.get("rank", 0)}
     values["lora_adapter_path"] = model_config.get("lora_adapter_path")
     for name, value in values.items():
-        refuse(value, f"{key}.{name}={value}: {adapters}; remove it, or set model_engine=prefix")
+        refuse(value, f"{key}.{name}={value}: {why}; remove it, or set model_engine=prefix")
     refuse(
         model_config.get("enable_activation_offload"),
-        f"{key}.enable_activation_offload=True moves nothing on {title}; remove it, and set "
+        f"{key}.enable_activation_offload=True moves nothing on {on.title}; remove it, and set "
         "actor_rollout_ref.actor.prefix.offload=True to move what prefixes keep",
     )
 
@@ -137,11 +138,12 @@ def read_hf_config(model_config: Any) -> Any:
     return hf_config
 
 
-def check_model_family(section: Any, model_config: Any) -> None:
+def check_model_family(section: Any, model_config: Any, hf_config: Any) -> None:
     """Checks the model's HF config where this machine can see it; the worker checks again all but kernels.
 
     Args:
         section: `actor_rollout_ref.actor`, DictConfig or dataclass. model_config: `actor_rollout_ref.model`, likewise.
+        hf_config: of `read_hf_config`.
 
     Raises:
         ValueError: the model has layers that the shared-prefix path or its kernel does not compute, heads that cannot
@@ -150,7 +152,6 @@ def check_model_family(section: Any, model_config: Any) -> None:
     from verl_prefix.models.support import check_supported
     from verl_prefix.models.vision import is_vision_config
 
-    hf_config = read_hf_config(model_config)
     if hf_config is None:
         return
     check_supported(hf_config)

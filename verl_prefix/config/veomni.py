@@ -10,13 +10,10 @@ from verl_prefix.config.actor import (
     PrefixActor,
     PrefixEngineOptions,
     check_replayed,
-    refuse_padding,
-    refuse_replay_of_ref,
     role_of,
 )
 from verl_prefix.config.engines import VEOMNI
-from verl_prefix.config.model import is_varlen, read_hf_config, refuse, refuse_absent_options
-from verl_prefix.config.options import PrefixConfig
+from verl_prefix.config.model import is_varlen, refuse, refuse_absent_options
 
 # Keys that decide VeOmni's process groups (veomni/distributed/parallel_state.py, init_parallel_state).
 VEOMNI_TOPOLOGY = ("fsdp_size", "ulysses_parallel_size", "expert_parallel_size")
@@ -32,12 +29,12 @@ class PrefixVeOmniEngineConfig(PrefixEngineOptions, VeOmniEngineConfig):
         ImportError: this verl was never tested (see `versions`).
     """
 
-    on, strategy_of_verl = VEOMNI, "veomni"
+    on = VEOMNI
 
     strategy: str = "prefix_veomni"
 
     def check(self, key: str) -> None:
-        refuse_padding(key, self)
+        super().check(key)
         refuse(
             self.enable_async_activation_offload,
             f"{key}.enable_async_activation_offload=True counts forwards of layers, and a prefix and its waves are "
@@ -49,7 +46,6 @@ class PrefixVeOmniEngineConfig(PrefixEngineOptions, VeOmniEngineConfig):
             f"{key}.enable_reentrant=True: VeOmni's reentrant checkpoint takes no layers of transformers 5, and ends "
             f"in the first forward, under model_engine=veomni too; set {key}.enable_reentrant=False",
         )
-        refuse_replay_of_ref(key, self)
         size, attention = self.ulysses_parallel_size, self.attn_implementation
         refuse(
             size > 1 and not is_varlen(attention),
@@ -60,7 +56,7 @@ class PrefixVeOmniEngineConfig(PrefixEngineOptions, VeOmniEngineConfig):
 
 @dataclass
 class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
-    """verl's VeOmni actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be compared.
+    """verl's VeOmni actor config plus those of `PrefixActor`.
 
     Raises:
         ValueError: an actor option that would silently undo sharing.
@@ -69,23 +65,10 @@ class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
     on = VEOMNI
 
     strategy: str = "veomni"
-    prefix: PrefixConfig = field(default_factory=PrefixConfig)
     veomni: PrefixVeOmniEngineConfig = field(default_factory=PrefixVeOmniEngineConfig)
-    enable_rollout_routing_replay: bool = False
 
-    def __post_init__(self) -> None:
-        key = role_of(self.veomni)
-        refuse(
-            self.strategy != "veomni",
-            f"{key}.strategy={self.strategy!r}: model_engine=prefix_veomni is verl's VeOmni engine; remove it, or set "
-            "model_engine=prefix for FSDP2",
-        )
-        super().__post_init__()
-
-    def check(self, n_gpus: int, model_config: Any) -> None:
-        hf_config = None if model_config is None else read_hf_config(model_config)
+    def check_spread(self, n_gpus: int, hf_config: Any) -> None:
         check_replayed(self.veomni, VEOMNI, hf_config)
-        super().check(n_gpus, model_config)
         check_spread(self.veomni, n_gpus, hf_config)
         device, gpus, wanted = self.veomni.init_device, f"{n_gpus} GPUs", "meta"
         if n_gpus == 1:
@@ -96,26 +79,11 @@ class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
             "set that",
         )
 
-    def check_options(self, model_config: Any) -> None:
-        """Checks those of `actor_rollout_ref.model` that VeOmni does not have, and the model. `use_fused_kernels` stays
-        on, in batches that take verl's own path."""
-        check_model_options(model_config)
-        if (hf_config := read_hf_config(model_config)) is not None:
-            check_weights(hf_config, model_config["path"])
-            check_built(hf_config, self.veomni)
-
-
-def check_model_options(model_config: Any) -> None:
-    """Refuses what verl's VeOmni engine reads and does not build: LoRA, without which it would train the whole model,
-    and offload of activations (verl/workers/engine/veomni/transformer_impl.py, _build_model_optimizer).
-
-    Args:
-        model_config: `actor_rollout_ref.model`, DictConfig or HFModelConfig.
-
-    Raises:
-        ValueError: naming the keys.
-    """
-    refuse_absent_options(model_config, "VeOmni", "verl's VeOmni engine builds no adapters")
+    def check_model(self, model_config: Any, hf_config: Any) -> None:
+        """As of `PrefixActor`. `use_fused_kernels` stays on, in batches that take verl's own path."""
+        refuse_absent_options(model_config, VEOMNI)
+        if hf_config is not None:
+            check_built(hf_config, self.veomni, model_config["path"])
 
 
 def check_of_one_process(actor: Any, ref: Any) -> None:
@@ -169,31 +137,22 @@ def check_spread(veomni: Any, n_gpus: int, hf_config: Any) -> None:
     )
 
 
-def check_weights(hf_config: Any, path: str) -> None:
-    """Refuses a checkpoint in folder `path` that VeOmni would not load, and train random weights instead.
+def check_built(hf_config: Any, veomni: VeOmniEngineConfig, path: str | None = None) -> None:
+    """Refuses a model that VeOmni builds in a way that cannot be shared. Also a checkpoint in folder `path` that it
+    would not load, and train random weights instead.
 
     Raises:
-        ValueError: naming one of its weights, and how to write it again.
+        ValueError: naming what stands in the way, or one of the weights and how to write them again.
     """
-    from verl_prefix.models.veomni import unread_weight
+    from verl_prefix.models.veomni import unread_weight, veomni_reasons
 
-    name = unread_weight(hf_config, path)
+    name = path and unread_weight(hf_config, path)
     refuse(
         name,
         f"actor_rollout_ref.model.path={path}: VeOmni has no parameter of the name {name}, and begins with random "
         "weights, under model_engine=veomni too; write the model again by transformers' save_pretrained(folder, "
         "save_original_format=False), or set model_engine=prefix",
     )
-
-
-def check_built(hf_config: Any, veomni: VeOmniEngineConfig) -> None:
-    """Refuses a model that VeOmni builds in a way that cannot be shared.
-
-    Raises:
-        ValueError: naming what stands in the way.
-    """
-    from verl_prefix.models.veomni import veomni_reasons
-
     if reasons := veomni_reasons(hf_config, veomni):
         raise ValueError(
             f"{role_of(veomni)}.veomni: a shared prefix does not support this {hf_config.model_type} model on VeOmni: "

@@ -181,7 +181,7 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     reasons = [*_unknown_names(config), _refusal(check_driver, config, False)]
     reasons.append(_refusal(lambda: omega_conf_to_dataclass(section).validate(*sizes, model)))
     if section.prefix.schedule != "stock":
-        reasons.append(_refusal(check_model_family, section, model))
+        reasons.append(_refusal(lambda: check_model_family(section, model, read_hf_config(model))))
         for role in ("actor", "ref") if has_ref(config) else ("actor",):
             key, size = slices_of(role, config.actor_rollout_ref[role])
             reasons.append(_refusal(check_sequence_parallel, key, size, num_ranks, model))

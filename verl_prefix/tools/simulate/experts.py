@@ -121,7 +121,7 @@ def _counts(mask: torch.Tensor, group: dist.ProcessGroup, tracker: Tracker) -> N
 
 
 def sent(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    sent: torch.Tensor = AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
+    sent: torch.Tensor = AllToAll.apply(x, group)
     return sent
 
 
