@@ -11,6 +11,7 @@ from simulate_tables import GIB, GPUS, OFFLOAD, PACKED, PHASED, STOCK, heading, 
 from simulate_veomni import MODELS as OF_VEOMNI
 from transformers import AutoConfig
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.megatron import Division
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.report import table
@@ -65,8 +66,8 @@ def simulated(name: str, rows: tuple[int, int, int]) -> dict[str, Any]:
     ]
     budget = 2 * (prompt + response)
     job = Job(
-        AutoConfig.for_model(kind, **fields), tuple(groups), budget, division.tensor,
-        division.data * division.stages, division=division,
+        AutoConfig.for_model(kind, **fields), tuple(groups), budget,
+        Memory(division.tensor, division=division), division.data * division.stages,
     )  # fmt: skip
     found: dict[str, Any] = {}
     for arm in ARMS:

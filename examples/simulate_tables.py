@@ -17,6 +17,7 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 from transformers import AutoConfig, PretrainedConfig
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.core.groups import Group
 from verl_prefix.files import write_whole
 from verl_prefix.tools.arguments import Parser, json_to_write
@@ -64,7 +65,7 @@ def job_of(shape: str, ranks: int, size: tuple[int, int, int, int], budget: int,
     groups = tuple(
         Group.of_prompt(tuple(range(i * rows, (i + 1) * rows)), prefix, (suffix,) * rows) for i in range(num_groups)
     )
-    return Job(config_of(shape), groups, budget, ranks, checkpointing=checkpointing)
+    return Job(config_of(shape), groups, budget, Memory(ranks, checkpointing))
 
 
 def run(job: Job, arm: Arm, gpu: str, log_probs: bool = False, gib: float | None = None) -> dict[str, Any]:

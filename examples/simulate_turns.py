@@ -10,7 +10,7 @@ from typing import Any
 
 from simulate_tables import config_of, heading, run, write_report
 
-from verl_prefix.auto.cost import Rates
+from verl_prefix.auto.cost import Memory, Rates
 from verl_prefix.core.groups import Group
 from verl_prefix.testing.rollouts import Rollouts, flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.report import table
@@ -48,7 +48,7 @@ def simulated(rollouts: Rollouts) -> dict[str, Any]:
     trees, prompts = (flatten(some, "cpu")[2] for some in (rollouts, replace(rollouts, cuts=None)))
     rows = [len(p) + len(r) for p, r in zip(rollouts.prompts, rollouts.responses, strict=True)]
     budget = max(16384, 2 * max(rows))  # verl's default, and its advice
-    job = Job(config_of("qwen3-8b"), tuple(trees), budget, ranks=8, kept=4)
+    job = Job(config_of("qwen3-8b"), tuple(trees), budget, Memory(8), kept=4)
     shape = whole_shape(job)
     once = Rates().seconds(shape, [shape.pass_of(trees)])
     found: dict[str, Any] = {"rows": len(rows), "tokens": sum(rows), "longest_row": max(rows), "budget": budget}

@@ -9,6 +9,7 @@ from typing import Any
 from simulate_tables import GIB, GPUS, OFFLOAD, PACKED, PHASED, ROW, heading, run, write_report
 from transformers import AutoConfig
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.report import table
 from verl_prefix.tools.simulate.job import Job
@@ -25,7 +26,7 @@ def simulated(gpus: int, together: int) -> dict[str, Any]:
     config = AutoConfig.for_model("qwen3_next")  # whose defaults are the published model's
     # A budget of one rank has to hold a row.
     budget = max(BUDGET * together, PROMPT + RESPONSE)
-    job = Job(config, (rows,), budget, ranks=gpus, sequence_ranks=together)
+    job = Job(config, (rows,), budget, Memory(gpus, sequence_ranks=together))
     found = {}
     for arm in (ROW, PACKED, PHASED, OFFLOAD):
         one = run(job, arm, "h100")

@@ -10,6 +10,7 @@ from typing import Any
 from simulate_tables import GIB, GPUS, OFFLOAD, PACKED, PHASED, STOCK, heading, run, write_report
 from transformers import AutoConfig, PretrainedConfig
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.report import table
 from verl_prefix.tools.simulate.job import Job
@@ -41,7 +42,7 @@ def config_of(name: str) -> PretrainedConfig:
 def simulated(name: str, gpus: int, expert_ranks: int) -> dict[str, Any]:
     """One update of a prompt for every rank, by every arm."""
     rows = Group.of_prompt(tuple(range(ROLLOUTS)), PROMPT - 1, (RESPONSE,) * ROLLOUTS)
-    job = Job(config_of(name), (rows,), BUDGET, ranks=gpus, veomni=True, expert_ranks=expert_ranks)
+    job = Job(config_of(name), (rows,), BUDGET, Memory(gpus, veomni=True, expert_ranks=expert_ranks))
     found: dict[str, Any] = {}
     for arm in ARMS:
         one = run(job, arm, "h100")

@@ -112,13 +112,14 @@ def _simulated_peaks(model: str, prompt: int, response: int, rows: int, budget: 
     """Bytes, by `plan --simulate`'s simulator, in a process of its own: it registers a device with torch."""
     code = f"""
 import json, transformers
+from verl_prefix.auto.cost import Memory
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GPUS
 from verl_prefix.tools.simulate.job import Arm, Job
 group = Group.of_prompt(tuple(range({rows})), {prompt - 1}, ({response},) * {rows})
-job = Job(transformers.AutoConfig.from_pretrained({model!r}), (group,), {budget}, {world},
-          wave_tokens={budget // 8}, checkpointing=False)
+job = Job(transformers.AutoConfig.from_pretrained({model!r}), (group,), {budget},
+          Memory({world}, checkpointed=False), wave_tokens={budget // 8})
 arms = [Arm("packed"), Arm("phased")]
 found = simulate(job, arms, GPUS["h100"], log_probs=False)
 print(json.dumps({{arm.name: max(phase["peak"] for phase in phases.values()) for arm, phases in zip(arms, found)}}))

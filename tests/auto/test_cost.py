@@ -321,7 +321,12 @@ def simulations() -> dict[str, list[tuple]]:
             found["groups"].append((job, {path: arms[path] for path in ("stock", "packed", "phased")}))
         for name, rollouts in simulate_turns.settings().items():
             of_name = turns["settings"][name]
-            job = Job(simulate_tables.config_of("qwen3-8b"), tuple(flatten(rollouts, "cpu")[2]), of_name["budget"], 8)
+            job = Job(
+                simulate_tables.config_of("qwen3-8b"),
+                tuple(flatten(rollouts, "cpu")[2]),
+                of_name["budget"],
+                cost.Memory(8),
+            )
             arms = {path: of_name["arms"][f"tree, {path}"] for path in ("packed", "phased")}
             for path, arm in arms.items():
                 plan = plan_of(job, whole_shape(job), Arm(path), job.budget)
@@ -332,10 +337,9 @@ def simulations() -> dict[str, list[tuple]]:
 
 def predicted(job: Job, found: shape.ModelShape) -> dict[str, float]:
     """Speed-ups of an update, as `verl-prefix plan` says them."""
-    memory = cost.Memory(job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, False)
-    costs = chooser.CostModel(found, False, None, 1.05, memory)
+    costs = chooser.CostModel(found, False, None, 1.05, job.memory)
     plans = {path: costs.plan(job.groups, job.budget, path) for path in ("packed", "phased")}
-    passes = {path: found.passes_of(plan, memory.pass_chunk) for path, plan in plans.items()}
+    passes = {path: found.passes_of(plan, job.memory.pass_chunk) for path, plan in plans.items()}
     stock = costs.flops()["update"].seconds(found, costs.stock_passes(job.groups, job.budget))
     return {path: stock / costs.flops()["update"].seconds(found, of_path) for path, of_path in passes.items()}
 
@@ -358,8 +362,8 @@ def test_speedups_of_trees_are_predicted_as_well_as_those_of_groups(simulations)
 def test_the_peak_of_trees_is_within_15_per_cent_of_the_simulated_one(simulations):
     """Where an update begins with its largest pass, gradients are not there yet, which the estimate counts."""
     for job, found, arms in simulations["trees"]:
-        gradients, resident = (n * found.parameters / job.ranks / 2**30 for n in (4, 16))
-        memory = cost.Memory(job.ranks, True, False, job.logits_chunk, False, attention_kept=True)
+        gradients, resident = (n * found.parameters / job.memory.ranks / 2**30 for n in (4, 16))
+        memory = dataclasses.replace(job.memory, attention_kept=True)
         for path in ("packed", "phased"):
             plan = chooser.CostModel(found, False, None, 1.05, memory).plan(job.groups, job.budget, path)
             peak = cost.peak_bytes(found, plan, (), memory) / 2**30

@@ -82,8 +82,8 @@ def test_a_rank_holds_what_is_said_of_it(ranks, tmp_path_factory, name):
     held = ranks(world)(_held, name, path)
     division = _memory(world, options).division
     job = Job(
-        AutoConfig.from_pretrained(path), (Group.of_prompt((0, 1), 64, (64, 64)),), 256, division.tensor, division.data,
-        division=division,
+        AutoConfig.from_pretrained(path), (Group.of_prompt((0, 1), 64, (64, 64)),), 256,
+        Memory(division.tensor, division=division), division.data,
     )  # fmt: skip
     shape = whole_shape(job)
     numbers, said = division.numbers(shape), division.state(shape)
@@ -118,7 +118,7 @@ def test_the_fullest_stage_holds_what_is_said_of_it(ranks, tmp_path_factory, nam
     held = ranks(world)(_held, name, path)
     memory = _memory(world, options, stages=2)
     assert memory.stages == 2 and memory.division.data == world // 2 // options.get("tp", 1)
-    job = Job(AutoConfig.from_pretrained(path), (Group.of_prompt((0, 1), 64, (64, 64)),), 256, division=memory.division)
+    job = Job(AutoConfig.from_pretrained(path), (Group.of_prompt((0, 1), 64, (64, 64)),), 256, memory)
     said = memory.division.state(whole_shape(job))
     parameters, gradients, kept = (max(of) for of in zip(*((x[1], x[2], x[4]) for x in held), strict=True))
     assert parameters == pytest.approx(said.parameters, rel=0.01)

@@ -8,6 +8,7 @@ import veomni_engines  # noqa: E402
 from simulations import H100  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.config.options import PrefixConfig  # noqa: E402
 from verl_prefix.core.groups import Group  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
@@ -35,13 +36,13 @@ def test_a_rank_holds_and_gathers_what_is_said_of_it(ranks, tmp_path_factory, ex
     write_tiny_model(folder, family="qwen3_moe")
     shape = whole_shape(Job(config := AutoConfig.from_pretrained(folder), (), 1))
     job = Job(
-        config, (Group.of_prompt((0, 1), 64, (64, 64)),), 256, 4 if fsdp_size < 0 else fsdp_size,
-        1 if fsdp_size < 0 else 2, veomni=True, expert_ranks=expert_ranks,
+        config, (Group.of_prompt((0, 1), 64, (64, 64)),), 256,
+        Memory(4 if fsdp_size < 0 else fsdp_size, veomni=True, expert_ranks=expert_ranks), 1 if fsdp_size < 0 else 2,
     )  # fmt: skip
     simulated = depth._run(job, [Arm("packed")], H100, log_probs=False)[0]["optimizer"]["peak/parameters"]
     for experts, others, gathered, shared_by, experts_by in ranks(4)(_held, str(folder), expert_ranks, fsdp_size):
-        assert (shared_by, experts_by) == (job.ranks, expert_ranks)
-        assert experts == 4 * shape.expert_parameters / job.ranks
+        assert (shared_by, experts_by) == (job.memory.ranks, expert_ranks)
+        assert experts == 4 * shape.expert_parameters / job.memory.ranks
         assert gathered == shape.expert_parameters / expert_ranks
-        assert experts + others == pytest.approx(4 * shape.parameters / job.ranks, rel=0.05)
+        assert experts + others == pytest.approx(4 * shape.parameters / job.memory.ranks, rel=0.05)
         assert experts + others == pytest.approx(simulated, rel=0.05)

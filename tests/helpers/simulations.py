@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -27,6 +28,11 @@ def two_of_8(*values: tuple[object, object]) -> list:
         pytest.param(*one, marks=pytest.mark.full if len({*map(tuple.index, values, one)}) == 2 else ())
         for one in itertools.product(*values)
     ]
+
+
+def with_memory(job: Job, **changed: object) -> Job:
+    """The job with other options of its `Memory`."""
+    return replace(job, memory=replace(job.memory, **changed))
 
 
 def planned(words: list[str]) -> tuple[int, str, str]:

@@ -32,6 +32,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.core import kernels
 from verl_prefix.core.calls import Call, Spans
@@ -60,6 +61,7 @@ WIDE = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8,
     head_dim=128, vocab_size=128256, max_position_embeddings=16384, tie_word_embeddings=False,
 )  # fmt: skip
+TWO = Memory(2, checkpointed=False, logits_chunk=100)  # as of `small_job`, on two ranks
 ARMS = {arm.name: arm for arm in (Arm("stock"), Arm("packed"), Arm("phased"), Arm("phased", offload=True))}
 
 
@@ -91,7 +93,7 @@ def seeing(kind: str, layers: int = 1, depth: int = 2) -> PretrainedConfig:
 
 def small_job(dtype: torch.dtype, checkpointing: bool) -> Job:
     groups = (Group.of_prompt((0, 1, 2), 192, (64, 70, 50)), Group.of_prompt((3,), 100, (30,)))
-    return Job(SMALL, groups, budget=600, wave_tokens=128, logits_chunk=100, checkpointing=checkpointing,
+    return Job(SMALL, groups, budget=600, memory=Memory(1, checkpointing, logits_chunk=100), wave_tokens=128,
                master=dtype, dtype=dtype, kept=99)  # fmt: skip
 
 
@@ -219,7 +221,7 @@ def test_what_is_offloaded_is_what_a_real_run_offloads(elsewhere):
 
 def copies() -> tuple[dict, dict]:
     """Phases of one update on 4 ranks, and on two copies of them on two nodes."""
-    job = Job(SMALL, (Group.of_prompt((0, 1), 200, (64, 30)),), budget=1 << 16, ranks=4)
+    job = Job(SMALL, (Group.of_prompt((0, 1), 200, (64, 30)),), budget=1 << 16, memory=Memory(4))
     nodes = replace(H100, per_node=4)
     return tuple(
         as_json(simulator.simulate(one, [ARMS["packed"]], nodes, log_probs=False)[0])["phases"]["packed"]
@@ -240,8 +242,8 @@ def test_copies_of_the_parameters_sum_their_shards_gradients(elsewhere):
 def simulated(name: str, broken: str = "", log_probs: bool = True) -> dict:
     """Phases of one update at 8B width, four layers, eight ranks."""
     groups = (Group.of_prompt((0, 1, 2, 3), 8192, (512,) * 4),)
-    job = Job(WIDE, groups, budget=1 << 20 if name != "stock" else 2 * 8705, ranks=8, wave_tokens=1024,
-              logits_chunk=1 << 20 if broken == "logits are not chunked" else 1000)  # fmt: skip
+    job = Job(WIDE, groups, budget=1 << 20 if name != "stock" else 2 * 8705, wave_tokens=1024,
+              memory=Memory(8, logits_chunk=1 << 20 if broken == "logits are not chunked" else 1000))  # fmt: skip
     kept = []
 
     def take(cache: PrefixCache, layer: int) -> Any:
@@ -327,7 +329,7 @@ def long_prompt(arms: list[Arm], budget: int = 12289, checkpointing: bool = True
     config = LlamaConfig.from_dict(WIDE.to_dict() | {"num_hidden_layers": 32})
     groups = (Group.of_prompt(tuple(range(8)), 10240, (2048,) * 8),)
     waves = None if checkpointing else 2048  # else two responses, whose activations are most of what there is
-    job = Job(config, groups, budget, ranks=8, checkpointing=checkpointing, wave_tokens=waves)
+    job = Job(config, groups, budget, Memory(8, checkpointing), wave_tokens=waves)
     found = map(as_json, simulator.simulate(job, arms, H100, log_probs=False))
     return [(one["update_seconds"], one["peak_gib"], one["flops"]) for one in found]
 
@@ -358,7 +360,7 @@ def tied_peaks() -> list[float]:
         hidden_size=512, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=8,
         head_dim=64, vocab_size=4000, tie_word_embeddings=True,
     )  # fmt: skip
-    job = Job(config, (Group.of_prompt((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
+    job = Job(config, (Group.of_prompt((0, 1), 600, (300, 200)),), budget=1 << 16, memory=Memory(4))
     phases = [run(job, [ARMS["packed"]], H100, False)[0] for run in (simulator.simulate, simulator._run)]
     return [one["packed"]["peak"] for one in phases]
 
@@ -376,7 +378,9 @@ def deep_peaks() -> dict[str, tuple[float, float, float]]:
         hidden_size=512, intermediate_size=512, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
         head_dim=64, vocab_size=64000, tie_word_embeddings=False,
     )  # fmt: skip
-    job = Job(config, tuple(Group.of_prompt((i, i + 1), 2000, (50, 50)) for i in (0, 2)), budget=1 << 16, ranks=4)
+    job = Job(
+        config, tuple(Group.of_prompt((i, i + 1), 2000, (50, 50)) for i in (0, 2)), budget=1 << 16, memory=Memory(4)
+    )
     job = replace(job, shape=whole_shape(job))
     told, seen = (run(job, [ARMS["phased"]], H100, False)[0] for run in (simulator.simulate, simulator._run))
     configs, times = simulator._depths(config)
@@ -398,14 +402,15 @@ def test_smaller_models_tell_a_peak_that_is_in_another_layer_than_theirs(elsewhe
     assert min(line / seen for _, seen, line in found.values()) < 0.9
 
 
-def head_tokens(**changed: Any) -> dict[str, float]:
+def head_tokens(chunk: int | None = None, entropy: bool = False) -> dict[str, float]:
     """Tokens that lm_head computes in an update of 6000 suffix tokens, forward and backward as three, on a GPU with
     room and on one without."""
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         head_dim=32, vocab_size=1000, tie_word_embeddings=False,
     )  # fmt: skip
-    job = replace(Job(config, (Group.of_prompt((0, 1), 300, (3000, 3000)),), budget=1 << 16, ranks=2), **changed)
+    memory = Memory(2, logits_chunk=chunk)
+    job = Job(config, (Group.of_prompt((0, 1), 300, (3000, 3000)),), 1 << 16, memory, entropy=entropy)
     rooms = {"room": H100, "none": replace(H100, capacity=1.0)}
     found = {}
     for name, hardware in rooms.items():
@@ -420,7 +425,7 @@ def test_all_logits_of_a_pass_exist_where_there_is_room(elsewhere):
     at_once, in_chunks = 3 * 6000, 3 * 6000 + 6000 - 4096
     assert elsewhere(head_tokens) == {"room": at_once, "none": in_chunks}
     assert elsewhere(functools.partial(head_tokens, entropy=True)) == {"room": in_chunks, "none": in_chunks}
-    assert elsewhere(functools.partial(head_tokens, logits_chunk=4096)) == {"room": in_chunks, "none": in_chunks}
+    assert elsewhere(functools.partial(head_tokens, 4096)) == {"room": in_chunks, "none": in_chunks}
 
 
 MOE = Qwen3MoeConfig(
@@ -431,7 +436,7 @@ MOE = Qwen3MoeConfig(
 
 def linear_flops(config: PretrainedConfig, lora: dict | None) -> tuple[float, float, float]:
     """(simulated FLOPs of the layers' matmuls in a packed log-prob pass, those of `model_shape`, optimizer's GiB)."""
-    job = Job(config, (Group.of_prompt((0, 1), 200, (64, 30)),), budget=1 << 16, ranks=2, lora=lora)
+    job = Job(config, (Group.of_prompt((0, 1), 200, (64, 30)),), budget=1 << 16, memory=Memory(2), lora=lora)
     phases = simulator.simulate(job, [ARMS["packed"]], H100)[0]
     with torch.device("meta"):
         shape = model_shape(AutoModelForCausalLM.from_config(config), torch.bfloat16)
@@ -480,7 +485,7 @@ def test_stock_runs_the_tower_for_every_row_and_a_wave_runs_none(elsewhere):
 
 def trained(kind: str, freeze: bool) -> tuple[int, float, float, float]:
     """Parameters of the tower; bytes of gradients, of the optimizer, and of activations, on one of two ranks."""
-    job = replace(clip_job(kind), ranks=2, freeze_tower=freeze, master=torch.float32)
+    job = replace(clip_job(kind), memory=TWO, freeze_tower=freeze, master=torch.float32)
     phases = simulator._run(job, [ARMS["packed"]], H100, log_probs=False)[0]
     with torch.device("meta"):
         tower = AutoModelForImageTextToText.from_config(job.config).model.visual
@@ -503,7 +508,7 @@ def test_a_frozen_tower_has_no_gradients_moments_or_activations(elsewhere):
 
 def depths(kind: str, layers: int, depth: int) -> list[dict]:
     """Phases of a packed update, of the whole model and as two smaller ones tell."""
-    job = replace(clip_job(kind), config=seeing(kind, layers, depth), ranks=2)
+    job = replace(clip_job(kind), config=seeing(kind, layers, depth), memory=TWO)
     runs = (simulator._run, simulator.simulate)
     return [as_json(run(job, [ARMS["packed"]], H100, False)[0])["phases"] for run in runs]
 
@@ -595,7 +600,7 @@ def syncs(kind: str, layers: int) -> list[dict[str, float]]:
     }
     config = AutoConfig.for_model(kind, **SIZES, **fields.get(kind, {}), num_hidden_layers=layers)
     groups = (Group.of_prompt((0, 1, 2), 300, (1, 64, 130)), Group.of_prompt((3,), 50, (1,)))
-    job = Job(config, groups, 600, ranks=2, wave_tokens=128, logits_chunk=50, kept=1)
+    job = Job(config, groups, 600, Memory(2, logits_chunk=50), wave_tokens=128, kept=1)
     return without_step(job, [Arm("packed"), Arm("phased"), Arm("phased", offload=True)], "host_syncs")
 
 
@@ -660,7 +665,7 @@ def kernel_on_fake_tensors(kernel: str) -> tuple[Counter[str], list[float]]:
     experts = dict(num_local_experts=4, num_experts_per_tok=2)
     config = AutoConfig.for_model("gpt_oss", **SIZES, **experts, sliding_window=32, num_hidden_layers=2)
     groups = (Group.of_prompt((0, 1, 2), 300, (1, 64, 130)), Group.of_prompt((3,), 50, (1,)))
-    job = Job(config, groups, 600, wave_tokens=128, logits_chunk=50, kept=9, master=torch.bfloat16)
+    job = Job(config, groups, 600, Memory(logits_chunk=50), wave_tokens=128, kept=9, master=torch.bfloat16)
     found = package_on_fake_tensors(kernel) if kernel.startswith("FA") else None
     counted = Counted(flash_attn if found else KERNELS[kernel])
     kernels._chosen.cache_clear()
@@ -689,7 +694,7 @@ def test_kernel_modules_run_on_tensors_without_values_and_wait_for_nothing(elsew
 def fitting(gib: float) -> tuple[dict, list[float]]:
     """What fits one layer, and the peaks of the prompt that is said to, and of one a twentieth longer."""
     config = LlamaConfig.from_dict(SMALL.to_dict() | dict(num_hidden_layers=1, max_position_embeddings=1400))
-    job = Job(config, (Group.of_prompt((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
+    job = Job(config, (Group.of_prompt((0, 1), 600, (300, 200)),), budget=1 << 16, memory=Memory(4))
     found = fit(job, H100, gib, [ARMS["packed"]])["packed"]
     prompts = [found["prompt"], found["prompt"] * 1.05]
     groups = [Group.of_prompt((0, 1), int(prompt), (300, 300)) for prompt in prompts]
@@ -703,7 +708,7 @@ def test_the_search_of_what_fits_shows_its_progress_on_a_terminal(monkeypatch, c
     monkeypatch.setattr(report, "simulate", lambda *_: [{}])
     monkeypatch.setattr(report, "as_json", lambda _: {"peak_gib": 1.0})
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
-    job = Job(SMALL, (Group.of_prompt((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
+    job = Job(SMALL, (Group.of_prompt((0, 1), 600, (300, 200)),), budget=1 << 16, memory=Memory(4))
     assert fit(job, H100, 75, list(ARMS.values())[:2]).keys() == set(list(ARMS)[:2])
     printed = capsys.readouterr()
     assert printed.out == "" and ("2/2" in printed.err) == terminal
@@ -743,7 +748,7 @@ def seconds_of_empty_blocks() -> list[float]:
         hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, vocab_size=1000, tie_word_embeddings=False,
     )  # fmt: skip
-    job = Job(config, (Group.of_prompt((0, 1, 2), 1000, (100, 100, 100)),), budget=1 << 16, ranks=2)
+    job = Job(config, (Group.of_prompt((0, 1, 2), 1000, (100, 100, 100)),), budget=1 << 16, memory=Memory(2))
     gpus = (replace(H100, empty_block=seconds) for seconds in (1e-3, 2e-3))
     return [simulator.simulate(job, [ARMS["packed"]], gpu, False)[0]["packed"]["seconds"] for gpu in gpus]
 

@@ -4,10 +4,10 @@ import functools
 from dataclasses import replace
 
 import pytest
-from helpers.simulations import H100, two_of_8
+from helpers.simulations import H100, two_of_8, with_memory
 from transformers import AutoConfig, PretrainedConfig
 
-from verl_prefix.auto.cost import peak_bytes
+from verl_prefix.auto.cost import Memory, peak_bytes
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate import depth
@@ -23,7 +23,7 @@ MOE = AutoConfig.for_model(
 )  # fmt: skip
 PAIRS = Group.of_prompt((0, 1), 255, (128, 128))
 TOKENS = 255 + 2 * 128
-JOB = Job(MOE, (PAIRS,), TOKENS, ranks=8, veomni=True, checkpointing=False)
+JOB = Job(MOE, (PAIRS,), TOKENS, Memory(8, checkpointed=False, veomni=True))
 PACKED = Arm("packed", keeps_attention=False, all_logits=False)
 
 
@@ -38,14 +38,16 @@ def amounts(job: Job, amount: str) -> float:
 @pytest.mark.parametrize(("checkpointing", "times"), [pytest.param(False, 4, marks=pytest.mark.ci), (True, 6)])
 def test_rows_travel_to_their_experts_and_back(checkpointing, times):
     """Twice forward and twice backward, and twice more where layers are computed again: bf16, by shapes."""
-    job = replace(JOB, expert_ranks=4, checkpointing=checkpointing)
+    job = with_memory(JOB, expert_ranks=4, checkpointed=checkpointing)
     sent = times * LAYERS * TOKENS * TOP * HIDDEN * 2
     assert amounts(job, "collective/alltoall_base") == sent
-    assert amounts(replace(job, expert_ranks=1), "collective/alltoall_base") == 0
+    assert amounts(with_memory(job, expert_ranks=1), "collective/alltoall_base") == 0
 
 
 def test_experts_compute_the_same_on_every_engine():
-    flops = [amounts(job, "flops/linear") for job in (replace(JOB, veomni=False), JOB, replace(JOB, expert_ranks=8))]
+    flops = [
+        amounts(job, "flops/linear") for job in (with_memory(JOB, veomni=False), JOB, with_memory(JOB, expert_ranks=8))
+    ]
     assert flops[1:] == pytest.approx(flops[:1] * 2, rel=1e-9)
 
 
@@ -57,7 +59,7 @@ def test_a_rank_gathers_its_own_experts_alone(replicas):
     embedding = 2 * MOE.vocab_size * HIDDEN  # with lm_head, gathered once
     dense = shape.parameters - shape.expert_parameters - embedding - HIDDEN
     for expert_ranks in (1, 4, 8):
-        job = replace(JOB, expert_ranks=expert_ranks, replicas=replicas)
+        job = replace(with_memory(JOB, expert_ranks=expert_ranks), replicas=replicas)
         gathered = shape.expert_parameters / expert_ranks if expert_ranks < 8 else 0
         # FSDP2 pads rows of a parameter to a multiple of its ranks, which norms and the router have few of.
         expected = 2.0 * (2 * (dense + gathered) + embedding + HIDDEN)
@@ -70,7 +72,7 @@ def test_a_rank_gathers_its_own_experts_alone(replicas):
 
 def test_experts_of_several_nodes_cost_what_their_links_take():
     """Ranks that share experts are neighbours: eight of them send inside a node of eight, not inside nodes of four."""
-    job = replace(JOB, expert_ranks=8)
+    job = with_memory(JOB, expert_ranks=8)
     near, far = (seconds_of(job, replace(H100, per_node=per_node, launch=1e-9, kernel=1e-9)) for per_node in (8, 4))
     assert far > 1.5 * near
 
@@ -96,11 +98,9 @@ def qwen3_30b() -> tuple[PretrainedConfig, ModelShape]:
 def test_the_peak_is_within_15_per_cent_of_the_simulated_one(path, expert_ranks, checkpointing):
     config, shape = qwen3_30b()
     group = Group.of_prompt(tuple(range(8)), 2047, (2048,) * 8)
-    job = Job(
-        config, (group,), 16384, 32, veomni=True, expert_ranks=expert_ranks, checkpointing=checkpointing, shape=shape
-    )
+    job = Job(config, (group,), 16384, Memory(32, checkpointing, veomni=True, expert_ranks=expert_ranks), shape=shape)
     arm = replace(PACKED, path=path)
     phases = depth.simulate(job, [arm], replace(H100, capacity=200 * 2**30), log_probs=False)[0]
     peak = max(phase["peak"] for name, phase in phases.items() if name not in ("setup", "optimizer"))
     found = peak_bytes(shape, plan_of(job, shape, arm, job.budget), (), memory_of(job, arm))
-    assert found == pytest.approx(peak - 16 * shape.parameters / job.ranks, rel=0.15)
+    assert found == pytest.approx(peak - 16 * shape.parameters / job.memory.ranks, rel=0.15)

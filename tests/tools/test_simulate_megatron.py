@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.simulations import H100, two_of_8
+from helpers.simulations import H100, two_of_8, with_memory
 from omegaconf import OmegaConf
 from transformers import AutoConfig
 
@@ -34,7 +34,7 @@ PACKED = Arm("packed", keeps_attention=False)
 
 
 def job_of(config, division: Division, **options) -> Job:
-    return Job(config, (ROWS,), 512, division.tensor, division.data, division=division, **options)
+    return Job(config, (ROWS,), 512, Memory(division.tensor, division=division, **options), division.data)
 
 
 def amounts(job: Job, *names: str) -> list[float]:
@@ -47,7 +47,7 @@ def test_ranks_gather_the_tokens_that_they_share(checkpointing, times):
     """Ahead of attention and MLP: forward, its input again in backward, and the gradient behind it; again forward where
     layers are computed again. Once ahead of lm_head, and once ahead of the embedding's gradient. bf16; a token more,
     where ranks do not divide them."""
-    job = job_of(DENSE, Division(4, 2, True), checkpointing=checkpointing)
+    job = job_of(DENSE, Division(4, 2, True), checkpointed=checkpointing)
     tokens = TOKENS + TOKENS % 2
     assert amounts(job, "collective/allgather_base") == [(times * LAYERS + 2) * tokens * HIDDEN * 2]
 
@@ -55,7 +55,7 @@ def test_ranks_gather_the_tokens_that_they_share(checkpointing, times):
 def test_ranks_sum_what_they_do_not_share():
     """Without sequence parallelism: behind embedding, attention and MLP forward, ahead of these two backward, and ahead
     of lm_head backward; of the vocabulary three numbers per output in fp32."""
-    job = job_of(DENSE, Division(4, 2, False), checkpointing=False)
+    job = job_of(DENSE, Division(4, 2, False), checkpointed=False)
     sent = (4 * LAYERS + 1) * TOKENS * HIDDEN * 2 + OUTPUTS * HIDDEN * 2 + 3 * OUTPUTS * 4
     kinds = [f"collective/{kind}" for kind in ("allgather_base", "reduce_scatter_base", "allreduce")]
     assert amounts(job, *kinds) == [0, 0, sent]
@@ -64,15 +64,17 @@ def test_ranks_sum_what_they_do_not_share():
 @pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_rows_travel_to_their_experts_and_back(tensor):
     """Twice forward and twice backward; each rank those of its own tokens."""
-    job = job_of(MOE, Division(8, tensor, tensor > 1, 4), checkpointing=False)
+    job = job_of(MOE, Division(8, tensor, tensor > 1, 4), checkpointed=False)
     tokens = -(-TOKENS // tensor)
     sent, computed = amounts(job, "collective/alltoall_base", "flops/linear")
     assert sent == 4 * LAYERS * tokens * TOP * HIDDEN * 2
     if tensor > 1:
-        shared = replace(job, division=replace(job.division, expert_tensor=tensor))  # every expert by several ranks
+        shared = with_memory(
+            job, division=replace(job.memory.division, expert_tensor=tensor)
+        )  # every expert by several ranks
         found = amounts(shared, "collective/alltoall_base", "flops/linear")
         assert found == [sent, pytest.approx(computed, rel=1e-9)]
-    alone = job_of(MOE, Division(8, tensor, tensor > 1), checkpointing=False)
+    alone = job_of(MOE, Division(8, tensor, tensor > 1), checkpointed=False)
     assert amounts(alone, "collective/alltoall_base") == [0]
 
 
@@ -81,19 +83,19 @@ def test_rows_travel_to_their_experts_and_back(tensor):
 def test_ranks_compute_together_what_one_computes(config, both):
     """Matrices and attention by a rank's share; but for the router, and for tokens that pad. `both` ways of sharing at
     once, or each."""
-    whole = job_of(config, Division(8), checkpointing=False)
-    tensor = replace(whole, division=Division(8, 2, True))
-    each = (tensor, 2), (replace(whole, sequence_ranks=2), 2)
+    whole = job_of(config, Division(8), checkpointed=False)
+    tensor = with_memory(whole, division=Division(8, 2, True))
+    each = (tensor, 2), (with_memory(whole, sequence_ranks=2), 2)
     kinds = [f"flops/{kind}" for kind in ("linear", "attention", "lm_head")]
     computed = amounts(whole, *kinds)
-    for job, ranks in [(replace(tensor, sequence_ranks=2), 4)] if both else each:
+    for job, ranks in [(with_memory(tensor, sequence_ranks=2), 4)] if both else each:
         assert [ranks * of_rank for of_rank in amounts(job, *kinds)] == pytest.approx(computed, rel=0.01)
 
 
 def test_context_parallel_ranks_are_apart_by_tensor_parallel_ones():
     """Ranks 0 and 2 of four: with two in a node their all-to-alls leave it, and nothing else of a pass does. On links
     so slow that nothing else counts."""
-    job = replace(job_of(DENSE, Division(4, 2, True), checkpointing=False), sequence_ranks=2)
+    job = job_of(DENSE, Division(4, 2, True), checkpointed=False, sequence_ranks=2)
     slow = replace(H100, network=1e6, nodes=1e5)
     in_one, in_two = (
         depth._run(job, [PACKED], replace(slow, per_node=n), log_probs=False)[0]["packed"] for n in (4, 2)
@@ -134,8 +136,8 @@ def test_stages_run_their_part_of_every_pass(path):
     layers, arm = 6, replace(PACKED, path=path)
     config = AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": layers})
     groups = tuple(Group.of_prompt((2 * i, 2 * i + 1), 255, (128, 128)) for i in range(4))
-    one = Job(config, groups, 2 * (256 + 128), 2, 2, division=Division(4, 2, True))
-    job = replace(one, replicas=4, division=replace(one.division, world=8, stages=2))
+    one = Job(config, groups, 2 * (256 + 128), Memory(2, division=Division(4, 2, True)), 2)
+    job = replace(with_memory(one, division=replace(one.memory.division, world=8, stages=2)), replicas=4)
     whole = replace(one, shape=whole_shape(one))
     shallow = replace(whole, config=AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": layers - 1}))
     of_whole, less = (depth._run(each, [arm], H100, log_probs=False)[0] for each in (whole, shallow))
@@ -154,7 +156,22 @@ def test_stages_run_their_part_of_every_pass(path):
         assert of_stages["pipeline"]["seconds"] == pytest.approx(expected, rel=0.03)
     assert seconds / 2 < of_stages["pipeline"]["seconds"] < seconds
     assert 0 < of_stages["pipeline"]["bubble"] < 0.5
-    assert of_stages["pipeline"]["peak"] > sum(job.division.state(whole_shape(job)))
+    assert of_stages["pipeline"]["peak"] > sum(job.memory.division.state(whole_shape(job)))
+
+
+def test_stages_compute_the_layers_of_a_block_again():
+    """`recompute_num_layers` of each stage: three are all that it has, and one leaves two whose activations stay."""
+    config, peaks = AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": 6}), {}
+    for case in (("uniform", 1), ("block", 3), ("block", 1)):
+        names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+        transformer = dict(zip(names, ("full", *case), strict=True))
+        keys = {"pipeline_model_parallel_size": 2, "override_transformer_config": transformer}
+        job = Job(config, (ROWS,), 1024, Memory.of_megatron(keys, 2, PrefixConfig()), 2)
+        peaks[case] = depth.simulate(job, [Arm("stock")], H100, log_probs=False)[0]["pipeline"]["peak"]
+    assert peaks["uniform", 1] == peaks["block", 3]
+    shape = whole_shape(job)
+    kept = 4 * (shape.activations - shape.boundary) * 2 * (256 + 128)  # of four layers, a micro-batch of the two rows
+    assert peaks["block", 1] - peaks["block", 3] == pytest.approx(kept)
 
 
 def test_a_pipeline_of_few_layers_is_refused():
@@ -173,8 +190,8 @@ LLAMA3_8B = AutoConfig.for_model(
 def test_the_peak_is_within_15_per_cent_of_the_simulated_one(checkpointing, sequence, context):
     division = Division(8, 2, sequence)
     group = Group.of_prompt(tuple(range(8)), 4095, (1024,) * 8)
-    options = {"checkpointing": checkpointing, "sequence_ranks": context}
-    job = Job(LLAMA3_8B, (group,), 12288, 2, 4, division=division, **options)
+    memory = Memory(2, checkpointing, sequence_ranks=context, division=division)
+    job = Job(LLAMA3_8B, (group,), 12288, memory, 4)
     shape = whole_shape(job)
     job = replace(job, shape=shape)
     arms = [Arm("stock"), PACKED, replace(PACKED, path="phased")]

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from simulations import planned, training_command, without_step
+from simulations import planned, training_command, with_memory, without_step
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from verl_prefix.auto.cost import Memory, peak_bytes
@@ -43,7 +43,7 @@ def wide(checkpointing: bool = True, layers: int = 8, sequence_ranks: int = 1) -
     )
     n = sequence_ranks
     groups = (Group.of_prompt(tuple(range(ROWS)), n * PREFIX, (n * SUFFIX,) * ROWS),)
-    return Job(config, groups, budget=1 << 20, ranks=8, checkpointing=checkpointing, kept=99, sequence_ranks=n)
+    return Job(config, groups, budget=1 << 20, memory=Memory(8, checkpointing, sequence_ranks=n), kept=99)
 
 
 def small(kind: str, layers: int = 4) -> PretrainedConfig:
@@ -62,7 +62,7 @@ def small(kind: str, layers: int = 4) -> PretrainedConfig:
 
 def small_job(kind: str, layers: int = 4) -> Job:
     groups = (Group.of_prompt((0, 1, 2), 300, (1, 64, 130)), Group.of_prompt((3,), 50, (1,)))
-    return Job(small(kind, layers), groups, budget=1200, ranks=2, wave_tokens=128, logits_chunk=50, kept=9)
+    return Job(small(kind, layers), groups, budget=1200, memory=Memory(2, logits_chunk=50), wave_tokens=128, kept=9)
 
 
 def forgetful(ctx: Any, *inputs: Any) -> Any:
@@ -148,8 +148,8 @@ def sent(job: Job) -> list[float]:
 def test_layers_send_heads_and_channels_and_ranks_share_flops(elsewhere, ranks):
     """Attention q, k, v and its output; a gated delta net what its convolution and its scan read and give. verl's
     engine sends nothing in the latter."""
-    job = replace(small_job("qwen3_next"), ranks=4)
-    alone, spread = elsewhere(sent, job), elsewhere(sent, replace(job, sequence_ranks=ranks))
+    job = with_memory(small_job("qwen3_next"), ranks=4)
+    alone, spread = elsewhere(sent, job), elsewhere(sent, with_memory(job, sequence_ranks=ranks))
     packed, rows, *flops = spread
     prefix, suffixes = 300 + 50, [1, 64, 130, 1]
     tokens = -(-prefix // ranks) - (-sum(suffixes) // ranks)
@@ -182,11 +182,10 @@ def test_the_estimated_peak_is_within_15_per_cent(elsewhere, path, checkpointing
     job = replace(wide(checkpointing, 4 if checkpointing else 8, sequence_ranks), kept=1)
     phases, shape = elsewhere(update, job, path)
     plan = plan_of(job, shape, Arm(path), job.budget)
-    memory = Memory(
-        job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, offload=False, sequence_ranks=sequence_ranks
-    )
     peak = max(phase.get("peak", 0.0) for name, phase in phases.items() if name != "optimizer")
-    assert peak_bytes(shape, plan, (), memory) == pytest.approx(peak - 16 * shape.parameters / job.ranks, rel=0.15)
+    assert peak_bytes(shape, plan, (), job.memory) == pytest.approx(
+        peak - 16 * shape.parameters / job.memory.ranks, rel=0.15
+    )
 
 
 def kept(broken: str = "") -> tuple[float, float]:
@@ -218,7 +217,7 @@ def test_a_mixer_keeps_what_the_cost_model_counts(elsewhere):
 def cached(job: Job, broken: str = "") -> float:
     """Bytes in the prefix cache at the peak of phase B of log-probs, which hold nothing else of a prefix."""
     tracker = Tracker(H100, DEVICE, job.config.vocab_size)
-    with fake_accelerator(job.ranks) as meshes, tracker, contextlib.ExitStack() as stack:
+    with fake_accelerator(job.memory.ranks) as meshes, tracker, contextlib.ExitStack() as stack:
         for patch in BROKEN[broken]() if broken else ():
             stack.enter_context(patch)
         Simulation(job, tracker, meshes, DEVICE).run(Arm("phased"), update=False)

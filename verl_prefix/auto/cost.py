@@ -67,14 +67,14 @@ class Memory:
         expert_ranks: how many share a layer's experts there; each gathers its part alone.
         division: of the model over the ranks of verl's Megatron engine, which gathers no parameters; None: of others,
             which do.
-        span: layers of a checkpoint. block: of so many layers alone; None: of all.
+        span: layers of a checkpoint. block: of so many layers alone, on all stages together; None: of all.
     """
 
-    ranks: int
-    checkpointed: bool
-    no_sync: bool
-    logits_chunk: int | None
-    offload: bool
+    ranks: int = 1
+    checkpointed: bool = True
+    no_sync: bool = False
+    logits_chunk: int | None = None
+    offload: bool = False
     attention_kept: bool = False
     all_logits: bool = False
     sequence_ranks: int = 1
@@ -134,7 +134,7 @@ class Memory:
         return cls(
             division.tensor, full, False, options.logits_chunk, options.offload,
             sequence_ranks=int(megatron.get("context_parallel_size", 1)), division=division,
-            span=1 if is_block else layers, block=layers if is_block else None,
+            span=1 if is_block else layers, block=layers * division.stages if is_block else None,
         )  # fmt: skip
 
     @property

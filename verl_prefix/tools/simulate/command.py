@@ -92,13 +92,10 @@ def read_job(
         groups=tuple(in_order),
         budget=budgets["update"],
         log_prob_budget=budgets["old"],
-        ranks=memory.ranks,
+        memory=memory,
         replicas=gpus // memory.ranks,
         wave_tokens=actor.prefix.wave_tokens,
-        logits_chunk=memory.logits_chunk,
         keep_attention=actor.prefix.keep_attention,
-        checkpointing=memory.checkpointed,
-        no_sync=memory.no_sync,
         reshard=engine_of(actor) is not FSDP2 or bool(actor.fsdp_config.get("reshard_after_forward", True)),
         master=master,
         dtype=dtype,
@@ -107,10 +104,6 @@ def read_job(
         temperature=float(rollout.temperature),
         grids=tuple(shown),
         freeze_tower=bool(actor.get("freeze_vision_tower", False)),
-        sequence_ranks=memory.sequence_ranks,
-        veomni=memory.veomni,
-        expert_ranks=memory.expert_ranks,
-        division=memory.division,
     )
 
 
@@ -129,17 +122,17 @@ def simulated(job: Job, gpu: str, fit_gib: float | None, per_node: int) -> dict[
             f"--simulate: flash attention takes 16-bit inputs, and param_dtype is {job.dtype}; set "
             "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
         )
-    arms, fitting = compare(job, hardware), {}
+    arms, fitting, division = compare(job, hardware), {}, job.memory.division
     if fit_gib:
         fitting = {"fits_gib": fit_gib, "fits": fit(job, hardware, fit_gib)}
     return {
         "gpu": gpu,
         "hardware": asdict(hardware),
         "rows": sum(len(group.rows) for group in job.groups),
-        "ranks": job.ranks * job.replicas,
-        "engine": "megatron" if job.division else "veomni" if job.veomni else "fsdp2",
-        "tensor_ranks": job.division.tensor if job.division else 1,
-        "expert_ranks": job.division.experts if job.division else job.expert_ranks,
+        "ranks": job.memory.ranks * job.replicas,
+        "engine": "megatron" if division else "veomni" if job.memory.veomni else "fsdp2",
+        "tensor_ranks": division.tensor if division else 1,
+        "expert_ranks": division.experts if division else job.memory.expert_ranks,
         "not_modelled": NOT_MODELLED,
         "arms": arms,
         "settings": settings(job, hardware, arms),

@@ -76,12 +76,12 @@ def _run(
     job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True, shown: bool = False
 ) -> list[dict[str, Phase]]:
     vocab_size = job.config.get_text_config().vocab_size
-    if job.division:
-        vocab_size = -(-vocab_size // job.division.tensor)
+    if division := job.memory.division:
+        vocab_size = -(-vocab_size // division.tensor)
     phases: list[dict[str, Phase]] = []
     of_path: dict[tuple[str, bool], dict[str, Phase]] = {}
     what = f"arms of {job.config.get_text_config().num_hidden_layers} layers"
-    fake = fake_accelerator(job.ranks, job.replicas, job.expert_ranks)
+    fake = fake_accelerator(job.memory.ranks, job.replicas, job.memory.expert_ranks)
     with fake as meshes, Tracker(hardware, DEVICE, vocab_size) as tracker:
         simulation = Simulation(job, tracker, meshes, DEVICE)
         optimizer = simulation.optimizer()
@@ -137,9 +137,10 @@ def simulate(
         )
     _warm_up()
     configs, times = _depths(job.config, OFFLOAD_DEPTH if any(arm.offload for arm in arms) else DEPTH)
-    if job.stages > 1 and not times:
+    stages = job.memory.stages
+    if stages > 1 and not times:
         raise ValueError(
-            f"--simulate: {job.stages} pipeline stages have a part of at least {DEPTH + 2} layers each, and the model "
+            f"--simulate: {stages} pipeline stages have a part of at least {DEPTH + 2} layers each, and the model "
             f"has {job.config.get_text_config().num_hidden_layers}"
         )
     shape = job.shape or whole_shape(job)
@@ -151,7 +152,7 @@ def simulate(
             return runs[0]
         pairs = zip(arms, *runs, strict=True)
         whole = [{phase: _deeper(a[phase], b[phase], times, arm) for phase in b} for arm, a, b in pairs]
-        if job.stages == 1:
+        if stages == 1:
             return whole
         first, second, all_layers = (one.get_text_config().num_hidden_layers for one in (*configs, job.config))
         for of_arm, a, b in zip(whole, *runs, strict=True):
@@ -165,11 +166,11 @@ def simulate(
         return ROOM_FACTOR * (max(phase["peak"] for phase in of.values()) - resident) > hardware.capacity - resident
 
     lesser: list[Callable[[Arm], Arm]] = []
-    if job.stages > 1:
+    if stages > 1:
         return phases(arms)
-    if may_have_all_logits(shape, job.logits_chunk, logits_once=job.reads_logits_once):
+    if may_have_all_logits(shape, job.memory.logits_chunk, logits_once=job.reads_logits_once):
         lesser.append(lambda arm: replace(arm, all_logits=False))
-    if job.checkpointing:
+    if job.memory.checkpointed:
         lesser.append(lambda arm: replace(arm, keeps_attention=False))
     of_arms, tried = phases(arms), list(arms)
     for less in lesser:

@@ -1,12 +1,12 @@
 """What is simulated: a mini-batch of one rank (`Job`), and a path through it (`Arm`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from verl_prefix.auto.megatron import Division
+from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.tower import Grids
@@ -22,8 +22,8 @@ class Arm:
         rows: of a micro-batch of stock at most; None: as the budget allows.
         offload: `prefix.offload`, of phases.
         keeps_attention: packed and phased, under gradient checkpointing; see `PackedForward.keep_attention`.
-        all_logits: packed and phased, where `Job.logits_chunk` is None and there is no entropy: all logits of a pass of
-            an update exist at once.
+        all_logits: packed and phased, where `Memory.logits_chunk` is None and there is no entropy: all logits of a pass
+            of an update exist at once.
     """
 
     path: str
@@ -43,10 +43,12 @@ class Job:
 
     Args:
         config: of the model. groups: of the rank's mini-batch; rows lie one after the other.
-        budget: tokens of a pass or micro-batch. wave_tokens, logits_chunk, keep_attention: see `PrefixConfig`.
-        ranks: that share one copy of the parameters. replicas: the number of such copies (HSDP).
-        checkpointing, no_sync, reshard: gradient checkpointing; verl's use_no_sync_for_gradient_accumulation and
-            reshard_after_forward.
+        budget: tokens of a pass or micro-batch, on all ranks that share it.
+        memory: what an update keeps, and how ranks share it; what it offloads and keeps more is an arm's. With several
+            `sequence_ranks` the job is not for vision models, and recurrent layers of stock send nothing, as in verl's
+            engine. `ranks` of Megatron's engine are its tensor-parallel ones.
+        replicas: copies of the parameters (HSDP). wave_tokens, keep_attention: see `PrefixConfig`.
+        reshard: verl's reshard_after_forward.
         master, dtype: of parameters and optimizer, and of the computation.
         lora: arguments of peft's LoraConfig, or None.
         entropy: computed with the log-probs of an update too (entropy_coeff is not 0).
@@ -57,22 +59,15 @@ class Job:
         grids: per group, what its prompt shows a vision model; empty: nothing.
         freeze_tower: the vision tower is not trained.
         shape: costs of the whole model, where `config` is of a smaller one; waves are as long as they say.
-        sequence_ranks: that compute a pass together (`core.sequence_parallel`); `budget` is of all of them. Not for
-            vision models. Recurrent layers of stock then send nothing, as in verl's engine.
-        veomni: verl's engine is VeOmni's, whose experts `expert_ranks` share; their tokens travel between these.
-        division: verl's engine is Megatron's, whose ranks divide the model so; `ranks` are its tensor-parallel ones.
     """
 
     config: PretrainedConfig
     groups: tuple[Group, ...]
     budget: int
-    ranks: int = 1
+    memory: Memory = field(default_factory=Memory)
     replicas: int = 1
     wave_tokens: int | None = None
-    logits_chunk: int | None = None
     keep_attention: str = "auto"
-    checkpointing: bool = True
-    no_sync: bool = False
     reshard: bool = True
     master: torch.dtype = torch.float32
     dtype: torch.dtype = torch.bfloat16
@@ -84,17 +79,8 @@ class Job:
     grids: tuple[Grids, ...] = ()
     freeze_tower: bool = False
     shape: ModelShape | None = None
-    sequence_ranks: int = 1
-    veomni: bool = False
-    expert_ranks: int = 1
-    division: Division | None = None
-
-    @property
-    def stages(self) -> int:
-        """Of a pipeline."""
-        return self.division.stages if self.division else 1
 
     @property
     def reads_logits_once(self) -> bool:
         """As `Backend.reads_logits_once` of an update, at temperature 1."""
-        return not self.entropy and self.division is None and self.temperature == 1.0
+        return not self.entropy and self.memory.division is None and self.temperature == 1.0

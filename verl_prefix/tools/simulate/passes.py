@@ -46,10 +46,7 @@ BACKWARD = "backward"  # the phase inside those of passes, where a pipeline's st
 
 def memory_of(job: Job, arm: Arm) -> Memory:
     """Options of an arm of ours, with the least that it may keep."""
-    return Memory(
-        job.ranks, job.checkpointing, no_sync=job.no_sync, logits_chunk=job.logits_chunk, offload=arm.offload,
-        sequence_ranks=job.sequence_ranks, veomni=job.veomni, expert_ranks=job.expert_ranks, division=job.division,
-    )  # fmt: skip
+    return replace(job.memory, offload=arm.offload)
 
 
 def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bool = False) -> Plan:
@@ -84,6 +81,7 @@ class Simulation:
     def __init__(self, job: Job, tracker: Tracker, meshes: Any, device: str, kernel: str = KERNEL.__name__) -> None:
         self.job, self.tracker, self.device, self.kernel = job, tracker, device, kernel
         self.transfers: Counter[str] = Counter()  # of the last run
+        memory, division = job.memory, job.memory.division
         with torch.device(device):
             model = build_model(job).train()
         if kernel == KERNEL.__name__:
@@ -91,7 +89,7 @@ class Simulation:
         seeing = vision.is_vision_config(job.config)
         if seeing:
             prepare_tower(model)
-        if job.checkpointing:
+        if memory.checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if job.freeze_tower:
             vision.tower_of(model).requires_grad_(False)
@@ -99,11 +97,11 @@ class Simulation:
             model.enable_input_require_grads()
             model = with_adapters(model, job.lora, job.master, device)
         self.outputs_of, self.megatron = outputs_of, None
-        whole = model_shape(model, job.dtype) if job.division else None
-        if job.division:
-            self.megatron = MegatronModel(model, job.division, job.dtype, tracker)
+        whole = model_shape(model, job.dtype) if division else None
+        if division:
+            self.megatron = MegatronModel(model, division, job.dtype, tracker)
             self.outputs_of = self.megatron.outputs_of
-        elif meshes is not None and job.veomni:
+        elif meshes is not None and memory.veomni:
             experts.shard(model, meshes[0], expert_mesh=meshes[1], dtype=job.dtype, tracker=tracker)
         elif meshes is not None:
             from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -114,7 +112,7 @@ class Simulation:
                 model, dict(mesh=meshes[0], mp_policy=policy, reshard_after_forward=job.reshard), {"wrap_policy": {}}
             )
         self.model, self.hooked = model, FakeHookedModel(model)
-        self.shape = whole or model_shape(model, job.dtype, job.expert_ranks)
+        self.shape = whole or model_shape(model, job.dtype, memory.expert_ranks)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.assign(tensor, "parameters")
             if tensor.requires_grad:  # FSDP2 calls these hooks on its shards
@@ -133,9 +131,9 @@ class Simulation:
         self.grids = [grids for g, grids in zip(job.groups, shown, strict=True) for _ in g.rows]
         tell_sites(model, tracker)
         self.pixels = TowerPixels(self.grids, job.config) if seeing else None
-        every = job.division.tensor if job.division else 1  # tensor-parallel ranks are next to each other
-        sharing = range(0, job.sequence_ranks * every, every)
-        self.group = dist.new_group(sharing) if job.sequence_ranks > 1 else None
+        every = division.tensor if division else 1  # tensor-parallel ranks are next to each other
+        sharing = range(0, memory.sequence_ranks * every, every)
+        self.group = dist.new_group(sharing) if memory.sequence_ranks > 1 else None
         self.tokens = TokenBatch(ids, positions, self.offsets, self.pixels)
 
     def optimizer(self) -> torch.optim.Optimizer | MegatronModel:
@@ -188,7 +186,7 @@ class Simulation:
     @contextlib.contextmanager
     def _gradient_sync(self, update: bool, last: bool) -> Iterator[None]:
         """As FSDPEngine._gradient_sync_context."""
-        defer = update and self.job.no_sync and not last
+        defer = update and self.job.memory.no_sync and not last
         if defer:
             self.model.set_requires_gradient_sync(False)
         yield
@@ -196,7 +194,7 @@ class Simulation:
             self.model.set_requires_gradient_sync(True)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        with self.tracker.in_phase(BACKWARD) if self.job.stages > 1 else contextlib.nullcontext():
+        with self.tracker.in_phase(BACKWARD) if self.job.memory.stages > 1 else contextlib.nullcontext():
             loss.backward()
 
     def _log_probs(self, index: torch.Tensor, logits: torch.Tensor, update: bool) -> torch.Tensor:
@@ -204,11 +202,11 @@ class Simulation:
         return self.outputs_of(logits, labels, self.job.entropy or not update, self.job.temperature)
 
     def _shared(self, arm: Arm, budget: int, update: bool) -> None:
-        job = self.job
+        job, memory = self.job, self.job.memory
         whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
-        plan, weights = thinned(whole, self.shape, self._seeing, job.kept if update else 1, job.no_sync)
-        may_keep = job.stages == 1 and may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
-        may_have_all = may_have_all_logits(self.shape, job.logits_chunk, logits_once=job.reads_logits_once)
+        plan, weights = thinned(whole, self.shape, self._seeing, job.kept if update else 1, memory.no_sync)
+        may_keep = memory.stages == 1 and may_keep_attention(self.shape, memory.checkpointed, job.keep_attention)
+        may_have_all = may_have_all_logits(self.shape, memory.logits_chunk, logits_once=job.reads_logits_once)
         all_logits = update and arm.all_logits and may_have_all
         forward = CountedForward(
             self.hooked,
@@ -238,7 +236,7 @@ class Simulation:
         most = 1 if packing_leak(self.model) else arm.rows
         if most is not None:
             batches = [b[i : i + most] for b in batches for i in range(0, len(b), most)]
-        chosen = thin(batches, self._cost_of_rows, job.kept if update else 1, job.no_sync and update)
+        chosen = thin(batches, self._cost_of_rows, job.kept if update else 1, job.memory.no_sync and update)
         phase = "micro_batch" if update else "log_probs/micro_batch"
         with (
             # Recurrent layers run the model's code: verl hands them a packed row as it is.
@@ -300,9 +298,9 @@ class Simulation:
                 outputs = self.hooked.token_outputs(
                     ids, positions, head_tokens=head_tokens, attention_pass=attention,
                     of_logits=lambda some, logits: self._log_probs(index[head_tokens[some]], logits, update),
-                    logits_chunk=job.logits_chunk or LOGITS_CHUNK, pixels=pixels,
+                    logits_chunk=job.memory.logits_chunk or LOGITS_CHUNK, pixels=pixels,
                 )  # fmt: skip
             if attention.shards is not None:
-                outputs = attention.shards.gather(outputs, torch.arange(len(outputs) * job.sequence_ranks))
+                outputs = attention.shards.gather(outputs, torch.arange(len(outputs) * job.memory.sequence_ranks))
             self.tracker.read()  # verl's engine reads every pass's loss
             return outputs.sum()

@@ -94,8 +94,9 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
         ways.append(_way(other, arm, compare(other, hardware, [arm])[arm.name], *overrides))
 
     key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
-    if not job.veomni and not job.division:
-        also(replace(job, no_sync=not job.no_sync), best, f"{key}={not job.no_sync}")
+    if not job.memory.veomni and not job.memory.division:
+        other = replace(job.memory, no_sync=not job.memory.no_sync)
+        also(replace(job, memory=other), best, f"{key}={other.no_sync}")
     if best.path == "phased" or not way["fits"]:
         arm = best if way["fits"] else ours[-1]
         plan = plan_of(job, whole_shape(job), arm, job.budget)
