@@ -104,6 +104,9 @@ def test_dropout_is_refused_where_it_runs(rows):
     with pytest.raises(ValueError, match=message):
         response_hidden_states(model, rows.prompts, rows.responses)
     assert len(response_hidden_states(model.eval(), rows.prompts, rows.responses)) == len(rows.responses)
+    model.model.layers.train()
+    with pytest.raises(ValueError, match=message):
+        response_hidden_states(model, rows.prompts, rows.responses)
 
 
 @pytest.mark.parametrize("change", [lambda model: model, lora])

@@ -535,15 +535,21 @@ def test_dropout_is_refused_with_the_overrides_that_turn_it_off(tmp_path):
     assert torch.equal(layer.mlp(states), layer.mlp(states)) and not layer.mlp.residual_dropout
 
 
-def test_adapters_that_need_whole_rows_are_refused_in_the_worker():
-    """No config says what `lora_adapter_path` holds."""
+def test_adapters_that_need_whole_rows_are_refused_in_the_driver_that_sees_them_and_in_the_worker(tmp_path):
     peft = pytest.importorskip("peft")
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"], alora_invocation_tokens=[5, 6])
     engine = SimpleNamespace(module=peft.get_peft_model(model, config))
-    with pytest.raises(ValueError, match=r"aLoRA of PEFT is not supported .*=\[5, 6\].*or set .*schedule=stock"):
+    told = r"aLoRA of PEFT is not supported .*=\[5, 6\].*or set .*schedule=stock"
+    with pytest.raises(ValueError, match=told):
         HFBackend.check_model(SimpleNamespace(_engine=engine))
+    path, folders = write_tiny_model(tmp_path / "model"), {name: tmp_path / name for name in ("alora", "lora")}
+    config.save_pretrained(folders["alora"])
+    peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"]).save_pretrained(folders["lora"])
+    validate(path, f"actor_rollout_ref.model.lora_adapter_path={folders['lora']}")
+    with pytest.raises(ValueError, match=told):
+        validate(path, f"actor_rollout_ref.model.lora_adapter_path={folders['alora']}")
 
 
 def test_a_sliding_window_is_accepted(tmp_path):

@@ -34,6 +34,7 @@ ROOMS = {
 }  # fmt: skip
 # A package that few files know.
 FILES = {
+    "config/model.py": "peft",
     "core/kernels/flash_attn.py": "flash_attn flash_attn_interface flash_attn_3 flash_attn_4 packaging",
     "core/kernels/fused_merge.py": "triton",
     "cpu/vllm_worker.py": "vllm",

@@ -79,18 +79,19 @@ def check_model(model: Any, reads_head: bool) -> None:
             f"model is a {name}, which has no lm_head to make log-probs; pass the causal LM, or call "
             "response_hidden_states and apply your own head to its result"
         )
-    if reasons := support.unsupported_reasons(model.config, model.training):
+    is_training = any(module.training for module in model.modules())  # train() of a part leaves the model's own False
+    if reasons := support.unsupported_reasons(model.config, is_training):
         raise ValueError(
             f"shared prefixes are not supported for this {model.config.model_type} model: {'; '.join(reasons)}. "
             f"{'Call the' if support.unsupported_reasons(model.config, False) else 'Call model.eval(), or call the'} "
             "model on whole rows"
         )
     support.check_adapters(model, "call the model on whole rows")
-    if model.training:
+    if is_training:
         runs: Any = model
         if not reads_head:
             runs = vision.inner_model(model) if vision.is_vision_config(model.config) else model.get_decoder()
-        support.check_dropout(runs, "call model.eval(), or call the model on whole rows")
+        support.check_dropout(runs, "call model.eval(), or call the model on whole rows", in_eval=False)
 
 
 @functools.cache

@@ -7,13 +7,7 @@ from typing import Any, ClassVar
 from verl.workers.config import PolicyLossConfig
 
 from verl_prefix.config.engines import VEOMNI, Engine, slices_of
-from verl_prefix.config.model import (
-    check_model_family,
-    check_sequence_parallel,
-    read_hf_config,
-    refuse,
-    warn_of_replaced_options,
-)
+from verl_prefix.config.model import check_model_family, check_sequence_parallel, read_hf_config, refuse
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.versions import check_versions, warn_once
 
@@ -296,4 +290,4 @@ class PrefixActor:
     def check_model(self, model_config: Any, hf_config: Any) -> None:
         """Checks options of `actor_rollout_ref.model` that mean something else to the shared-prefix path of this
         engine, and how it builds the model."""
-        warn_of_replaced_options(model_config)
+        raise NotImplementedError

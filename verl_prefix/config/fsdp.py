@@ -13,7 +13,13 @@ from verl_prefix.config.actor import (
     refuse_shuffle,
 )
 from verl_prefix.config.engines import FSDP2
-from verl_prefix.config.model import check_dealt, check_sequence_parallel, refuse
+from verl_prefix.config.model import (
+    check_adapter,
+    check_dealt,
+    check_sequence_parallel,
+    refuse,
+    warn_of_replaced_options,
+)
 from verl_prefix.config.options import PrefixConfig
 
 VERLS_CRITIC = "critic=dp_critic (verl's own critic; with critic.strategy=fsdp2 on FSDP2)"
@@ -50,6 +56,10 @@ class PrefixActorConfig(PrefixActor, FSDPActorConfig):
 
     def check_spread(self, n_gpus: int, hf_config: Any) -> None:
         check_replayed(self.fsdp_config, FSDP2, hf_config)
+
+    def check_model(self, model_config: Any, hf_config: Any) -> None:
+        warn_of_replaced_options(model_config)
+        check_adapter(model_config)
 
 
 @dataclass

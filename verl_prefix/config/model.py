@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -90,6 +92,18 @@ def refuse_absent_options(model_config: Any, on: Engine) -> None:
         f"{key}.enable_activation_offload=True moves nothing on {on.title}; remove it, and set "
         "actor_rollout_ref.actor.prefix.offload=True to move what prefixes keep",
     )
+
+
+def check_adapter(model_config: Any) -> None:
+    """Checks the adapter of `actor_rollout_ref.model` where this machine can see it; the worker checks any."""
+    path = model_config.get("lora_adapter_path")
+    if path and (Path(path) / "adapter_config.json").is_file():
+        from peft import PeftConfig
+
+        from verl_prefix.models.support import check_adapters
+
+        adapted: Any = SimpleNamespace(peft_config={path: PeftConfig.from_pretrained(path)})
+        check_adapters(adapted)
 
 
 def warn_of_replaced_options(model_config: Any, key: str = "actor_rollout_ref.model") -> None:

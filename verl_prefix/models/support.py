@@ -209,10 +209,11 @@ def check_adapters(model: torch.nn.Module, instead: str = f"set {WITHOUT_SHARING
         )
 
 
-def check_dropout(model: torch.nn.Module, instead: str = WITHOUT_SHARING) -> None:
-    """Raises ValueError where a dropout mask would be drawn once for a group instead of once per row."""
+def check_dropout(model: torch.nn.Module, instead: str = WITHOUT_SHARING, in_eval: bool = True) -> None:
+    """Raises ValueError where a dropout mask would be drawn once for a group instead of once per row. in_eval: also of
+    modules that are in eval mode now."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+        if isinstance(module, torch.nn.Dropout) and module.p > 0 and (module.training or in_eval):
             raise ValueError(
                 f"{name} drops out with p={module.p}, and rows of a group would share its mask; set it to 0 in "
                 f"the model's config or LoRA adapter, or {instead}"
