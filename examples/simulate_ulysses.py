@@ -26,7 +26,7 @@ def simulated(gpus: int, together: int) -> dict[str, Any]:
     config = AutoConfig.for_model("qwen3_next")  # whose defaults are the published model's
     # A budget of one rank has to hold a row.
     budget = max(BUDGET * together, PROMPT + RESPONSE)
-    job = Job(config, (rows,), budget, Memory(gpus, sequence_ranks=together))
+    job = Job(config, (rows,), budget, Memory(gpus, slices=together))
     found = {}
     for arm in (ROW, PACKED, PHASED, OFFLOAD):
         one = run(job, arm, "h100")

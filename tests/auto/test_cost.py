@@ -268,18 +268,18 @@ def test_the_peak_with_all_logits_is_within_15_per_cent_of_the_simulated_one(
     assert found == pytest.approx(simulated, rel=0.15)
 
 
-@pytest.mark.parametrize(("path", "offload", "sequence_ranks", "tokens"), [
+@pytest.mark.parametrize(("path", "offload", "slices", "tokens"), [
     ("packed", False, 1, 2 * (600 + 40)), ("phased", False, 1, 2 * 600), ("phased", True, 1, 2 * 600),
     ("packed", False, 4, 2 * (250 + 10)), ("phased", True, 4, 2 * 250),
 ])  # fmt: skip
-def test_strand_tokens_that_a_row_reads_count_among_logits(llama3_8b, path, offload, sequence_ranks, tokens):
+def test_strand_tokens_that_a_row_reads_count_among_logits(llama3_8b, path, offload, slices, tokens):
     """By shapes: 600 of 1000 tokens go through lm_head, too, of which each of four ranks may have all of its 250. In
     phases their logits wait until phase C, with offload on the host, and get their gradient there."""
     strands, forks = (Strand(0, 0, 1000),), (Fork(0, 1000),) * 2
     logits_alone = dataclasses.replace(
         llama3_8b, activations=0.0, boundary=0.0, kv=0.0, parameters=0.0, layer_parameters=0.0, head=0.0
     )  # fmt: skip
-    memory = cost.Memory(8, True, False, None, offload, all_logits=True, sequence_ranks=sequence_ranks)
+    memory = cost.Memory(8, True, False, None, offload, all_logits=True, slices=slices)
 
     group = Group((0, 1), (20, 20), strands, forks, (400, 1000))
     plan = make_plan([group], 4000, path, 40, offload)
@@ -487,9 +487,9 @@ def test_rates_are_measured_where_the_choice_depends_on_them_alone():
     assert measures(SHORT, 500) == [True, False]
 
 
-@pytest.mark.parametrize(("sequence_ranks", "head_tokens"), [(1, 8000 + (8000 - 4096) // 3), (2, 8000)])
-def test_logits_in_chunks_run_again_by_each_ranks_tokens(sequence_ranks, head_tokens):
-    memory = cost.Memory(2, False, False, 4096, False, sequence_ranks=sequence_ranks)
+@pytest.mark.parametrize(("slices", "head_tokens"), [(1, 8000 + (8000 - 4096) // 3), (2, 8000)])
+def test_logits_in_chunks_run_again_by_each_ranks_tokens(slices, head_tokens):
+    memory = cost.Memory(2, False, False, 4096, False, slices=slices)
     costs = chooser.CostModel(SHAPE, False, None, 1.05, memory)
     paths = chooser.Candidates(costs, chooser.Batch([Group.of_prompt((0, 1), 1000, (4000, 4000))], 10**5))
     assert [one.head_tokens for one in paths.passes["update"][1]] == [head_tokens]

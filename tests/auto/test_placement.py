@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_prefix.auto.placement import WORTH, Placement, _best_move, _Placed, describe_rows, place_rows, row_cost
+from verl_prefix.auto.placement import WORTH, Placement, _best_move, _Placed, place_rows, placed_on, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.trainer.mini_batches import fill_mini_batches
 
@@ -170,7 +170,7 @@ def test_rows_of_the_group_whose_prefix_is_there_already_move_first(there):
 
 
 def test_rows_that_stay_are_described():
-    placed = describe_rows([0, 0, 1, 1], [3.0] * 4, [1.0] * 4, [0, 1, 1, 1], 2)
+    placed = placed_on([0, 0, 1, 1], [3.0] * 4, [1.0] * 4, [0, 1, 1, 1], 2)
     assert (placed.ranks, placed.split_groups, placed.imbalance) == ([0, 1, 1, 1], 1, pytest.approx(9 * 2 / 13))
 
 

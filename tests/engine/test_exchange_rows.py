@@ -213,10 +213,10 @@ def opened(data, trees, option: str = "auto"):
 
 def _goes_to(batch: dict):
     """What `place_rows` is to find: the `homes` of a batch, of rows that are numbered rank after rank."""
-    from verl_prefix.auto.placement import describe_rows
+    from verl_prefix.auto.placement import placed_on
 
     pairs = sorted(zip(batch["ranks"], batch["homes"], strict=True), key=lambda pair: pair[0])
-    return lambda keys, prefixes, suffixes, _, num_ranks, __: describe_rows(
+    return lambda keys, prefixes, suffixes, _, num_ranks, __: placed_on(
         keys, prefixes, suffixes, [home for _, home in pairs], num_ranks
     )
 
@@ -567,7 +567,7 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})
             batch = BatchRows(data, keys=range(rows))
             exchange = Exchange(batch, [], TreeRule(), set(("ab", "bc")[i % 3 - 1]), {})
-            assert metrics.see(exchange, TreeRule(), forward_only=i % 3 == 0) == {"prefix/split_uids": 0}
+            assert metrics.count_rows(exchange, TreeRule(), forward_only=i % 3 == 0) == {"prefix/split_uids": 0}
             own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": sum(groups or [3])}
             found = metrics.report(own, batch, forward_only=i % 3 == 0)
             assert not any("tokens of" in name for name in found)

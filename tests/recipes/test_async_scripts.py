@@ -40,7 +40,7 @@ class Script(NamedTuple):
     outcome: str
 
     def words(self, driver: str, model: str) -> list[str]:
-        (prompts, mini_batch, n), (gpus, sequence_ranks) = self.batch, self.gpus
+        (prompts, mini_batch, n), (gpus, slices) = self.batch, self.gpus
         key = "data.train_batch_size"
         if driver == FULLY:
             key = "async_training.require_batches"
@@ -52,8 +52,8 @@ class Script(NamedTuple):
                 f"actor_rollout_ref.{word}"
                 for word in (
                     f"model.path={model}", f"actor.ppo_mini_batch_size={mini_batch}", "actor.use_dynamic_bsz=True",
-                    f"actor.ulysses_sequence_parallel_size={sequence_ranks}",
-                    f"ref.ulysses_sequence_parallel_size={sequence_ranks}",
+                    f"actor.ulysses_sequence_parallel_size={slices}",
+                    f"ref.ulysses_sequence_parallel_size={slices}",
                 )
             ),
             *self.others,

@@ -42,7 +42,7 @@ def sabotage(kind: str) -> None:
     from verl_prefix.engine.outputs import TokenOutputs
 
     run, add_grad = PackedForward._run, PrefixCache.add_grad
-    from_logits, made = TokenOutputs.from_logits, source.synthetic_rows
+    from_logits, made = TokenOutputs.of_logits, source.synthetic_rows
 
     def one_off(self, tokens, head_tokens, attention_pass, outputs):
         positions = tokens.position_ids.clone()
@@ -66,7 +66,7 @@ def sabotage(kind: str) -> None:
     elif kind == "grads":
         PrefixCache.add_grad = dropped
     elif kind == "old_log_probs":
-        TokenOutputs.from_logits = one_percent
+        TokenOutputs.of_logits = one_percent
     else:
         source.synthetic_rows = dies
 

@@ -85,17 +85,17 @@ def test_ranks_compute_together_what_one_computes(config, both):
     once, or each."""
     whole = job_of(config, Division(8), checkpointed=False)
     tensor = with_memory(whole, division=Division(8, 2, True))
-    each = (tensor, 2), (with_memory(whole, sequence_ranks=2), 2)
+    each = (tensor, 2), (with_memory(whole, slices=2), 2)
     kinds = [f"flops/{kind}" for kind in ("linear", "attention", "lm_head")]
     computed = amounts(whole, *kinds)
-    for job, ranks in [(with_memory(tensor, sequence_ranks=2), 4)] if both else each:
+    for job, ranks in [(with_memory(tensor, slices=2), 4)] if both else each:
         assert [ranks * of_rank for of_rank in amounts(job, *kinds)] == pytest.approx(computed, rel=0.01)
 
 
 def test_context_parallel_ranks_are_apart_by_tensor_parallel_ones():
     """Ranks 0 and 2 of four: with two in a node their all-to-alls leave it, and nothing else of a pass does. On links
     so slow that nothing else counts."""
-    job = job_of(DENSE, Division(4, 2, True), checkpointed=False, sequence_ranks=2)
+    job = job_of(DENSE, Division(4, 2, True), checkpointed=False, slices=2)
     slow = replace(H100, network=1e6, nodes=1e5)
     in_one, in_two = (
         depth._run(job, [PACKED], replace(slow, per_node=n), log_probs=False)[0]["packed"] for n in (4, 2)
@@ -190,7 +190,7 @@ LLAMA3_8B = AutoConfig.for_model(
 def test_the_peak_is_within_15_per_cent_of_the_simulated_one(checkpointing, sequence, context):
     division = Division(8, 2, sequence)
     group = Group.of_prompt(tuple(range(8)), 4095, (1024,) * 8)
-    memory = Memory(2, checkpointing, sequence_ranks=context, division=division)
+    memory = Memory(2, checkpointing, slices=context, division=division)
     job = Job(LLAMA3_8B, (group,), 12288, memory, 4)
     shape = whole_shape(job)
     job = replace(job, shape=shape)
@@ -246,7 +246,7 @@ def test_what_a_rank_holds_is_read_from_a_training_config(optim, ddp, gradient, 
     actor = {"megatron": megatron, "optim": optim, "prefix": PrefixConfig()}
     config = OmegaConf.create({"actor": actor, "model": {"enable_gradient_checkpointing": True}})
     memory = memory_of_engine(config, 8)
-    assert memory.division == Division(8, 2, True, 4) and not memory.checkpointed and memory.sequence_ranks == 2
+    assert memory.division == Division(8, 2, True, 4) and not memory.checkpointed and memory.slices == 2
     shape = whole_shape(job_of(MOE, memory.division))
     numbers = memory.division.numbers(shape)
     expected = (2 * numbers.parameters, gradient * numbers.gradients, moments * numbers.optimizer)

@@ -35,15 +35,15 @@ H100 = GPUS["h100"]
 PREFIX, SUFFIX, ROWS = 2400, 256, 8
 
 
-def wide(checkpointing: bool = True, layers: int = 8, sequence_ranks: int = 1) -> Job:
+def wide(checkpointing: bool = True, layers: int = 8, slices: int = 1) -> Job:
     """Qwen3.5-9B's layers, fewer of them: three gated delta nets and one of attention, twice; on eight ranks, of which
     some share rows that are as much longer."""
     config = AutoConfig.for_model(
         "qwen3_5_text", hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers, vocab_size=248320
     )
-    n = sequence_ranks
+    n = slices
     groups = (Group.of_prompt(tuple(range(ROWS)), n * PREFIX, (n * SUFFIX,) * ROWS),)
-    return Job(config, groups, budget=1 << 20, memory=Memory(8, checkpointing, sequence_ranks=n), kept=99)
+    return Job(config, groups, budget=1 << 20, memory=Memory(8, checkpointing, slices=n), kept=99)
 
 
 def small(kind: str, layers: int = 4) -> PretrainedConfig:
@@ -149,7 +149,7 @@ def test_layers_send_heads_and_channels_and_ranks_share_flops(elsewhere, ranks):
     """Attention q, k, v and its output; a gated delta net what its convolution and its scan read and give. verl's
     engine sends nothing in the latter."""
     job = with_memory(small_job("qwen3_next"), ranks=4)
-    alone, spread = elsewhere(sent, job), elsewhere(sent, with_memory(job, sequence_ranks=ranks))
+    alone, spread = elsewhere(sent, job), elsewhere(sent, with_memory(job, slices=ranks))
     packed, rows, *flops = spread
     prefix, suffixes = 300 + 50, [1, 64, 130, 1]
     tokens = -(-prefix // ranks) - (-sum(suffixes) // ranks)
@@ -165,7 +165,7 @@ def test_layers_send_heads_and_channels_and_ranks_share_flops(elsewhere, ranks):
 
 
 @pytest.mark.parametrize(
-    ("path", "checkpointing", "sequence_ranks"),
+    ("path", "checkpointing", "slices"),
     [
         ("packed", True, 1),
         *(
@@ -177,9 +177,9 @@ def test_layers_send_heads_and_channels_and_ranks_share_flops(elsewhere, ranks):
         ),
     ],
 )  # fmt: skip
-def test_the_estimated_peak_is_within_15_per_cent(elsewhere, path, checkpointing, sequence_ranks):
+def test_the_estimated_peak_is_within_15_per_cent(elsewhere, path, checkpointing, slices):
     """Of four layers; of eight where every layer's activations are part of it."""
-    job = replace(wide(checkpointing, 4 if checkpointing else 8, sequence_ranks), kept=1)
+    job = replace(wide(checkpointing, 4 if checkpointing else 8, slices), kept=1)
     phases, shape = elsewhere(update, job, path)
     plan = plan_of(job, shape, Arm(path), job.budget)
     peak = max(phase.get("peak", 0.0) for name, phase in phases.items() if name != "optimizer")

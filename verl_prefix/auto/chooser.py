@@ -79,7 +79,7 @@ class CostModel:
             return best, time
         kind, rates = "forward" if forward_only else "update", self.flops()
         time = self.timeline(best, kind, rates)
-        while (budget := budget // 2) >= SHORTEST * self.memory.sequence_ranks:
+        while (budget := budget // 2) >= SHORTEST * self.memory.slices:
             shorter = self._plan(groups, budget, schedule, forward_only, whole)
             if shorter.passes == best.passes:
                 continue
@@ -119,9 +119,9 @@ class CostModel:
             return plan
         if memory.offload:
             is_set = self.wave_tokens is not None and leaves_room(self.wave_tokens, budget, offload=True)
-            return plan if forward_only or is_set else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
+            return plan if forward_only or is_set else limit_waves(plan, OFFLOAD_WAVE * memory.slices)
         most = (1 + GROWTH) * peak_bytes(self.shape, plan, (), memory)
-        tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
+        tokens = min(LONG_WAVE * memory.slices, budget)
         while (longer := make(least_wave=tokens)) != plan:
             if peak_bytes(self.shape, longer, (), memory) <= most:
                 return longer
@@ -142,7 +142,7 @@ class CostModel:
                 return 0.0
             experts = self.shape.expert_parameters / (division.experts * division.expert_tensor)
             traffic = TRAFFIC[kind] * FLOPS_PER_BYTE * experts * division.tensor  # FLOPs are of all these ranks
-            return memory.sequence_ranks * (layers[kind] * SHORT * self.shape.linear + traffic)
+            return memory.slices * (layers[kind] * SHORT * self.shape.linear + traffic)
 
         amounts = {"forward": (1.0, 1.0, 1.0), "update": (self._layers, self._layers, 3.0)}
         return {kind: Rates(*(x * 1e-12 for x in (fixed(kind), *of))) for kind, of in amounts.items()}

@@ -61,7 +61,7 @@ class Memory:
         logits_chunk, offload: of `PrefixConfig`.
         attention_kept: attention's outputs are kept, see `PackedForward.keep_attention`.
         all_logits: a pass has all of its logits at once.
-        sequence_ranks: how many share a pass (`core.sequence_parallel`).
+        slices: how many cut a pass among themselves (`core.sequence_parallel`).
         stock_offloads: verl's enable_activation_offload, which our path has not.
         veomni: the engine is verl's VeOmni's.
         expert_ranks: how many share a layer's experts there; each gathers its part alone.
@@ -77,7 +77,7 @@ class Memory:
     offload: bool = False
     attention_kept: bool = False
     all_logits: bool = False
-    sequence_ranks: int = 1
+    slices: int = 1
     stock_offloads: bool = False
     veomni: bool = False
     expert_ranks: int = 1
@@ -86,9 +86,7 @@ class Memory:
     block: int | None = None
 
     @classmethod
-    def of_fsdp(
-        cls, fsdp: Mapping[str, Any], world: int, checkpointed: bool, sequence_ranks: int, options: Any
-    ) -> "Memory":
+    def of_fsdp(cls, fsdp: Mapping[str, Any], world: int, checkpointed: bool, slices: int, options: Any) -> "Memory":
         """Of verl's FSDP2 engine.
 
         Args:
@@ -100,7 +98,7 @@ class Memory:
         size = int(fsdp.get("fsdp_size", -1))
         no_sync = bool(fsdp.get("use_no_sync_for_gradient_accumulation", True))
         ranks = size if 0 < size < world else world
-        return cls(ranks, checkpointed, no_sync, options.logits_chunk, options.offload, sequence_ranks=sequence_ranks)
+        return cls(ranks, checkpointed, no_sync, options.logits_chunk, options.offload, slices=slices)
 
     @classmethod
     def of_veomni(cls, veomni: Mapping[str, Any], world: int, checkpointed: bool, options: Any) -> "Memory":
@@ -115,7 +113,7 @@ class Memory:
         sets = world // together
         return cls(
             (size if 0 < size < sets else sets) * together, checkpointed, False, options.logits_chunk, options.offload,
-            sequence_ranks=together, veomni=True, expert_ranks=int(veomni.get("expert_parallel_size", 1)),
+            slices=together, veomni=True, expert_ranks=int(veomni.get("expert_parallel_size", 1)),
         )  # fmt: skip
 
     @classmethod
@@ -133,7 +131,7 @@ class Memory:
         division = Division.of(megatron, world)
         return cls(
             division.tensor, full, False, options.logits_chunk, options.offload,
-            sequence_ranks=int(megatron.get("context_parallel_size", 1)), division=division,
+            slices=int(megatron.get("context_parallel_size", 1)), division=division,
             span=1 if is_block else layers, block=layers * division.stages if is_block else None,
         )  # fmt: skip
 
@@ -150,7 +148,7 @@ class Memory:
     @property
     def pass_chunk(self) -> int:
         """Tokens of a pass whose logits exist at once, on all ranks that share it."""
-        return self.chunk * self.sequence_ranks
+        return self.chunk * self.slices
 
 
 def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bool:
@@ -176,9 +174,9 @@ class _Added:
     """Bytes that one rank's part of a pass adds to an update at its peak: the parts of `peak_bytes`."""
 
     def __init__(self, shape: ModelShape, memory: Memory) -> None:
-        self.memory, self.sequence_ranks = memory, memory.sequence_ranks
+        self.memory, self.slices = memory, memory.slices
         self.shape = shape = memory.division.part_of(shape) if memory.division else shape
-        self.state = shape.state / self.sequence_ranks  # of one sequence
+        self.state = shape.state / self.slices  # of one sequence
         experts = shape.expert_parameters / shape.layers
         own = experts / memory.expert_ranks
         self.gathered = 4 * (shape.layer_parameters - experts + own)  # two gathered layers
@@ -193,7 +191,7 @@ class _Added:
 
     def stock(self, one: PassCost, forward_only: bool) -> float:
         """A pass of verl's own path."""
-        tokens, head_tokens = one.tokens / self.sequence_ranks, one.head_tokens / self.sequence_ranks
+        tokens, head_tokens = one.tokens / self.slices, one.head_tokens / self.slices
         if forward_only:
             return max(self.logits(head_tokens), tokens * self.shape.activations) + self.gathered
         # verl's offload leaves two layers on the device (verl/utils/activation_offload.py).
@@ -203,7 +201,7 @@ class _Added:
     def packed(self, planned: PackedPass) -> float:
         """A packed pass."""
         prefix, strand_outputs = self.prefix(planned.groups)
-        suffix = sum(group.num_suffix_tokens for group in planned.groups) / self.sequence_ranks
+        suffix = sum(group.num_suffix_tokens for group in planned.groups) / self.slices
         tokens = prefix + suffix
         in_backward = max(self.chunk(suffix + strand_outputs), self.backward(tokens, self.with_head))
         return self.kept(tokens) + in_backward + self.forks(planned.groups)
@@ -221,7 +219,7 @@ class _Added:
         # Logits of phase A, without their gradients; the last stage has those of all prefixes that live at once.
         waiting = alive * memory.stages * self.chunk(strand_outputs) / 2
         # Keys and values of the heads that this rank has, of the tokens of all ranks that share the pass.
-        cached = shape.kv / min(self.sequence_ranks, shape.kv_heads) * prefix * self.sequence_ranks
+        cached = shape.kv / min(self.slices, shape.kv_heads) * prefix * self.slices
         if memory.offload:
             back, cached = AHEAD * self.kept(prefix, attention=False), 2 * cached / max(len(shape.windows), 1)
             dormant = waiting = 0.0
@@ -235,7 +233,7 @@ class _Added:
     def prefix(self, groups: Sequence[Group]) -> tuple[float, float]:
         """Tokens of the strands, and of those whose outputs rows read. Ranks that share a pass have one slice of the
         strands each, of which one may hold all outputs."""
-        tokens = sum(group.num_strand_tokens for group in groups) / self.sequence_ranks
+        tokens = sum(group.num_strand_tokens for group in groups) / self.slices
         return tokens, min(sum(group.num_strand_outputs for group in groups), tokens)
 
     def kept(self, tokens: float, attention: bool = True) -> float:

@@ -134,7 +134,7 @@ def place_rows(
         ranks: where each row is.
         holds_pixels: true for rows that have their group's pixels; such a group goes whole to a rank that has them.
     """
-    here = describe_rows(keys, prefix_costs, suffix_costs=suffix_costs, ranks=ranks, num_ranks=num_ranks)
+    here = placed_on(keys, prefix_costs, suffix_costs=suffix_costs, ranks=ranks, num_ranks=num_ranks)
     groups = list(rows_by_key(keys).values())
     prefixes = [max([prefix_costs[row] for row in rows]) for rows in groups]
     costs = [p + sum([suffix_costs[row] for row in rows]) for p, rows in zip(prefixes, groups, strict=True)]
@@ -159,19 +159,19 @@ def place_rows(
     fill_empty_ranks(
         home, ranks, suffix_costs=suffix_costs, num_ranks=num_ranks, visual=visual, holds_pixels=holds_pixels
     )
-    moved = describe_rows(keys, prefix_costs, suffix_costs=suffix_costs, ranks=home, num_ranks=num_ranks)
+    moved = placed_on(keys, prefix_costs, suffix_costs=suffix_costs, ranks=home, num_ranks=num_ranks)
     gains = moved.longest < ROUNDING * here.longest or moved.mean < ROUNDING * here.mean
     return moved if gains or len(set(ranks)) < num_ranks else here
 
 
-def describe_rows(
+def placed_on(
     keys: Sequence[Hashable],
     prefix_costs: Sequence[float],
     suffix_costs: Sequence[float],
     ranks: Sequence[int],
     num_ranks: int,
 ) -> Placement:
-    """The placement in which every row stays where it is."""
+    """The placement in which every row is computed on its rank of `ranks`."""
     loads = [0.0] * num_ranks
     split = 0
     for rows in rows_by_key(keys).values():

@@ -16,7 +16,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_prefix.auto.cost import Memory
-from verl_prefix.backends.hugging_face import HFBackend, check_on_rank
+from verl_prefix.backends.hugging_face import HFBackend, check_in_worker
 from verl_prefix.backends.stock_path import FSDPStockPath
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import CRITIC, FSDP2
@@ -98,7 +98,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
             model = "critic.model" if engine_config.of_critic else "actor_rollout_ref.model"
             warn_of_replaced_options(model_config, model)
             key = f"{role_of(engine_config)}.{engine_config.on.section}.ulysses_sequence_parallel_size"
-            check_on_rank(model_config, key, engine_config.ulysses_sequence_parallel_size, model)
+            check_in_worker(model_config, key, engine_config.ulysses_sequence_parallel_size, model)
             # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head. Its offload
             # counts forwards of layers, and would replace gradient checkpointing by a reentrant one.
             unfused, model_config = bool(model_config.use_fused_kernels), copy.copy(model_config)

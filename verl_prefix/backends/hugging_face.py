@@ -182,7 +182,7 @@ def noise_of(model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManag
     return rounding_noise(attention, mixers(model), dtype)
 
 
-def check_on_rank(model_config: Any, key: str, size: int, model: str = "actor_rollout_ref.model") -> None:
+def check_in_worker(model_config: Any, key: str, size: int, model: str = "actor_rollout_ref.model") -> None:
     """Checks in a worker what the driver checked where it saw the model: its layers, and the number of ranks that share
     a row, which `key` sets. model: the key of its section.
 

@@ -15,7 +15,7 @@ from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.hugging_face import HFBackend, check_on_rank
+from verl_prefix.backends.hugging_face import HFBackend, check_in_worker
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import VEOMNI
 from verl_prefix.config.model import is_varlen, refuse_absent_options
@@ -78,7 +78,7 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
         if self.prefix_config.schedule != "stock":
             refuse_absent_options(model_config, VEOMNI)
             key = f"{role_of(engine_config)}.veomni.ulysses_parallel_size"
-            check_on_rank(model_config, key, engine_config.ulysses_parallel_size)
+            check_in_worker(model_config, key, engine_config.ulysses_parallel_size)
             check_built(model_config.hf_config, engine_config, model_config.local_path)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.set_backend(VeOmniBackend(self), engine_config)

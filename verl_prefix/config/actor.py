@@ -263,8 +263,8 @@ class PrefixActor:
 
     def check(self: Any, n_gpus: int, model_config: Any) -> None:
         """Ours of `validate`."""
-        key, sequence_ranks = slices_of("actor", self)
-        check_sequence_parallel(key, sequence_ranks, n_gpus=n_gpus, model_config=model_config)
+        key, slices = slices_of("actor", self)
+        check_sequence_parallel(key, slices, n_gpus=n_gpus, model_config=model_config)
         hf_config = None if model_config is None else read_hf_config(model_config)
         self.check_spread(n_gpus, hf_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:

@@ -90,7 +90,7 @@ class Loss:
         self._of_values = mode == CRITIC_LOSS
         self._fields = fields_read(function, mode, fields)
 
-    def tell(self) -> None:
+    def warn_of_zeros(self) -> None:
         """Says once what a user's loss does not get."""
         module = getattr(getattr(self.function, "func", self.function), "__module__", None) or ""
         if self.is_unknown and not module.startswith("verl."):

@@ -37,7 +37,7 @@ def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
     """Overrides by which the passes keep less that can be computed again."""
     if keeps is None:
         return []
-    in_chunks = keeps.all_logits and most_outputs(plan) > LOGITS_CHUNK * keeps.sequence_ranks
+    in_chunks = keeps.all_logits and most_outputs(plan) > LOGITS_CHUNK * keeps.slices
     settings = [f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}"] * in_chunks
     return settings + [f"{_PREFIX}.keep_attention=off"] * keeps.attention_kept
 

@@ -131,7 +131,7 @@ class TokenOutputs:
                     routes[offsets[row] + start : offsets[row] + end] = routes[source + start : source + end]
         return torch.nested.nested_tensor_from_jagged(routes, self.rows.data["input_ids"].offsets().cpu())
 
-    def from_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def of_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Makes outputs of suffix tokens from their logits: [n, k], one column per name in `names`.
 
         Args:
@@ -158,7 +158,7 @@ class TokenOutputs:
     def empty(self) -> torch.Tensor:
         """Outputs of no token: [0, k], in the dtype of verl's outputs for a token of made-up logits."""
         index = torch.tensor([-1], device=self.tokens.input_ids.device)
-        return self.from_logits(index, self.backend.logits_like())[:0]
+        return self.of_logits(index, self.backend.logits_like())[:0]
 
     def scatter_to_rows(self, layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Puts each output at its place in its row, in verl's nested full-length form. Prompts get zeros. Response

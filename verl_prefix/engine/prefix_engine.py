@@ -72,13 +72,13 @@ class PrefixEngine:
         batch, loss = BatchRows(data), Loss(loss_function)
         if why := self._paths.why_stock(batch, loss) or self._verification.failure:
             return self._take_stock_path(batch, loss, forward_only, why, {})
-        loss.tell()
+        loss.warn_of_zeros()
         if loss_function is None:  # log-probs alone, for which no teacher travels
             batch = batch.with_data(data.exclude(*TEACHER))
         leaves_out = self.prefix_config.skip_zero_advantage and not forward_only
         exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss, leaves_out)
         computed, groups = exchange.computed, exchange.groups
-        metrics = self._step_metrics.see(exchange, self.tree_rule, forward_only)
+        metrics = self._step_metrics.count_rows(exchange, self.tree_rule, forward_only)
         self.tree_rule = exchange.tree_rule
         plan, of_plan = self._paths.plan(batch, groups, forward_only, computed.dead)
         metrics |= of_plan | exchange.metrics
@@ -189,7 +189,7 @@ class PrefixEngine:
         last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
         results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
         runner = self._runner(
-            results.token_outputs.from_logits, results.step, forward_only, offload=self.prefix_config.offload,
+            results.token_outputs.of_logits, results.step, forward_only, offload=self.prefix_config.offload,
             keep_attention=memory.attention_kept, logits_chunk=memory.chunk, pass_type=pass_type, meter=meter,
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext():

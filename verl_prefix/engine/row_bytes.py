@@ -32,15 +32,15 @@ class RowCodec:
 
     Attributes:
         layout: what two ranks must have in common to read each other's rows.
-        objects: values of `TRAVELLING`, one per row, by name.
+        others: values of `TRAVELLING`, one per row, by name.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], objects: Mapping[str, list[Any]] | None = None) -> None:
+    def __init__(self, tensors: Mapping[str, Any], others: Mapping[str, list[Any]] | None = None) -> None:
         self._tensors = {name: tensors[name] for name in sorted(tensors)}
         self._rows = {name: x.detach().cpu().unbind() for name, x in self._tensors.items()}
-        self.objects = dict(objects or {})
+        self.others = dict(others or {})
         fields = [(name, str(x.dtype), *_shape(x)) for name, x in self._tensors.items()]
-        self.layout = repr((fields, sorted(self.objects)))
+        self.layout = repr((fields, sorted(self.others)))
 
     @classmethod
     def of_batch(cls, data: TensorDict) -> "RowCodec":
@@ -54,7 +54,7 @@ class RowCodec:
     def row(self, i: int, origin: int) -> TravellingRow:
         """Row i, to be known as `origin`."""
         tensors = {name: rows[i] for name, rows in self._rows.items()}
-        return TravellingRow(origin, tensors, {name: values[i] for name, values in self.objects.items()})
+        return TravellingRow(origin, tensors, {name: values[i] for name, values in self.others.items()})
 
     def pack(self, rows: Sequence[TravellingRow]) -> torch.Tensor:
         """Packs rows as one uint8 tensor: their tensors, those of pixels among them, by safetensors; all else as JSON.
@@ -78,7 +78,7 @@ class RowCodec:
             arrays["heads"] = np.frombuffer(written.encode(), dtype=np.uint8)
         except TypeError as error:
             stay = "set actor_rollout_ref.actor.prefix.exchange=off, and rows stay"
-            raise TypeError(f"{', '.join(self.objects)} cannot travel with their rows: {error}; {stay}") from error
+            raise TypeError(f"{', '.join(self.others)} cannot travel with their rows: {error}; {stay}") from error
         return torch.frombuffer(bytearray(save(arrays)), dtype=torch.uint8)
 
     def unpack(self, packed: torch.Tensor) -> list[TravellingRow]:

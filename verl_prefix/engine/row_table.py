@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.auto.placement import Placement, describe_rows, fill_empty_ranks, place_rows, row_cost
+from verl_prefix.auto.placement import Placement, fill_empty_ranks, place_rows, placed_on, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.trees import Hashes, mix
@@ -143,7 +143,7 @@ class AllRows:
 
     def as_it_is(self, num_ranks: int) -> Placement:
         """Leaves every row on the rank that has it."""
-        return describe_rows(self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks)
+        return placed_on(self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks)
 
     def by_group(self, num_ranks: int) -> Placement:
         """Places each group on one rank, as `place_rows`."""

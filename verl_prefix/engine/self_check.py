@@ -50,11 +50,11 @@ class Figure(NamedTuple):
     """How far ours is off, in units of rounding noise, and where it is off most: "" where nothing is."""
 
     ratio: float
-    most: float  # that passes
+    limit: float  # up to which ours is right
     where: str
 
     def __str__(self) -> str:
-        return f"{self.where} by {self.ratio:.3g} times rounding noise (at most {self.most:g})"
+        return f"{self.where} by {self.ratio:.3g} times rounding noise (at most {self.limit:g})"
 
 
 class Verdict(NamedTuple):
@@ -67,7 +67,7 @@ class Verdict(NamedTuple):
 
     @property
     def missed(self) -> bool:
-        return not all(figure.ratio <= figure.most for figure in self)  # a NaN misses
+        return not all(figure.ratio <= figure.limit for figure in self)  # a NaN misses
 
     def __str__(self) -> str:
         return ", ".join(str(figure) for figure in self if figure.where)
@@ -313,7 +313,7 @@ def compare(
         return Figure(ratios[0], MAX_LOG_PROBS, f"{outputs} differ from the stock path's"), worst
 
     found = figures()
-    if any(figure.most < figure.ratio < math.inf for figure in found):
+    if any(figure.limit < figure.ratio < math.inf for figure in found):
         perturb(_MORE_PERTURBED)
         found = figures()
     first, worst = found

@@ -67,8 +67,8 @@ class StepMetrics:
         self._step: dict[str, float] = {}
         self._uids: list[Set[Hashable]] = [frozenset()]  # of its mini-batches, the last of which is under way
 
-    def see(self, exchange: Exchange, tree_rule: TreeRule, forward_only: bool) -> dict[str, float]:
-        """Takes note of a mini-batch's rows, before it is known whether they share. Returns metrics of them.
+    def count_rows(self, exchange: Exchange, tree_rule: TreeRule, forward_only: bool) -> dict[str, float]:
+        """Counts a mini-batch's rows, before it is known whether they share. Returns metrics of them.
 
         Prompts of an update are kept, to count those whose rows lie in several mini-batches of an epoch. For the first
         batch all ranks count the tokens that each value of `prefix.trees` would compute.

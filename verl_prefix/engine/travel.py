@@ -1,6 +1,6 @@
 """Travel: rows go to the rank that computes them, and outputs come back. Nothing else sends rows.
 
-`Moves` is a rank's part of the plan, which all ranks make alike; `Travel` carries it out.
+`Moves` is a rank's part of a placement, which all ranks find alike; `Travel` carries it out.
 """
 
 import itertools
@@ -32,7 +32,7 @@ Outputs = Mapping[str, torch.Tensor]
 
 
 class Moves:
-    """One rank's part of the plan. A row of rank r has a number among the rows of r, and one in the table.
+    """One rank's part of a placement. A row of rank r has a number among the rows of r, and one in the table.
 
     Args:
         table: the rows of all ranks. homes: for each of them the rank that computes it. rank: this rank's number.
@@ -195,7 +195,7 @@ class Travel:
     def _with_pixels(self, rows: list[TravellingRow], keys: Sequence[Hashable]) -> list[TravellingRow]:
         """Gives rows the pixels that another row of their group has here. No dict of the batch changes: an update of
         several epochs asks for its rows again."""
-        if PIXELS not in self._codec.objects:
+        if PIXELS not in self._codec.others:
             return rows
         shown = [dict(row.others[PIXELS] or {}) for row in rows]
         pixels = ({name: x for name, x in of_row.items() if name in PIXEL_NAMES} for of_row in shown)
@@ -209,7 +209,7 @@ class Travel:
     def _batch(self, rows: Sequence[TravellingRow]) -> TensorDict:
         """Joins rows to a batch of verl, with what this rank's batch has once."""
         once = {name: x.data for name, x in self._rows.data.items() if isinstance(x, NonTensorData)}
-        lists = {name: [row.others[name] for row in rows] for name in self._codec.objects}
+        lists = {name: [row.others[name] for row in rows] for name in self._codec.others}
         return tu.get_tensordict(self._codec.join(rows) | lists, once)
 
     def _swap(self, parcels: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -103,7 +103,7 @@ def figures(asked: Asked) -> dict[str, Any]:
             f"--dead-groups {options.dead_groups:g} leaves nothing of {size.prompts} prompts to update by; write at "
             f"most {most:g}"
         )
-    if options.simulate and size.sequence_ranks > 1 and is_vision_config(model.hf.config):
+    if options.simulate and size.slices > 1 and is_vision_config(model.hf.config):
         key, _ = slices_of("actor", config.actor_rollout_ref.actor)
         raise PlanError(f"--simulate knows no sequence parallelism of pixels; leave it out, or set {key}=1")
     work = read_work(asked, size, model.shape, tokenizer, dump)

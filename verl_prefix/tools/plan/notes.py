@@ -27,7 +27,7 @@ def notes(config: Any, work: Work, model: Model, predicted: Predictor) -> Iterat
             "model_engine=prefix computes row by row where it takes verl's own path; with dp set "
             "actor_rollout_ref.model.use_remove_padding=False"
         )
-    if model.spread and max(size.sequence_ranks, size.ref_sequence_ranks) > 1:
+    if model.spread and max(size.slices, size.ref_slices) > 1:
         yield (
             f"model_engine=dp would be wrong under ulysses_sequence_parallel_size > 1: {model.spread}. "
             "model_engine=prefix computes whole rows on each rank where it takes verl's own path; with dp set "

@@ -51,8 +51,8 @@ class Sizes:
 
     Attributes:
         prompts: of a step. rollouts: of a prompt. mini_batches: of a step.
-        ranks: that compute data in parallel, each of `sequence_ranks` GPUs that cut rows, or of `tensor_ranks` that
-            have the same ones; in a ref engine of `ref_sequence_ranks`.
+        ranks: that compute data in parallel, each of `slices` GPUs that cut rows, or of `tensor_ranks` that
+            have the same ones; in a ref engine of `ref_slices`.
         micro_batches: of the update, and of old and ref log-probs.
         ref_in_actor: the actor's engine computes ref log-probs, as it does with LoRA.
         whole: the trainer keeps a prompt's rows in one mini-batch; by_prompts: those of its turns too.
@@ -68,13 +68,13 @@ class Sizes:
     whole: bool = True
     by_prompts: bool = False
     exchange: bool = True
-    sequence_ranks: int = 1
-    ref_sequence_ranks: int = 1
+    slices: int = 1
+    ref_slices: int = 1
     tensor_ranks: int = 1
 
     @property
     def gpus(self) -> int:
-        return self.ranks * self.sequence_ranks * self.tensor_ranks
+        return self.ranks * self.slices * self.tensor_ranks
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Step:
     def dealt_to_ref(self, ranks: list[list[int]]) -> list[list[int]]:
         """The same rows in the same order, cut for the ranks of the ref engine."""
         rows = [row for rank in ranks for row in rank]
-        size = -(-len(rows) * self.size.ref_sequence_ranks * self.size.tensor_ranks // self.size.gpus)
+        size = -(-len(rows) * self.size.ref_slices * self.size.tensor_ranks // self.size.gpus)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def _balanced(self, rows: list[int]) -> list[list[int]]:
@@ -172,9 +172,9 @@ class Predictor:
         self.stock_memory = replace(self.memory, stock_offloads=bool(config.model.get("enable_activation_offload")))
         dense = not is_varlen(attention_of(config.actor, config.model)[1])
 
-        def min_speedup(sequence_ranks: int) -> float:
+        def min_speedup(slices: int) -> float:
             """0 where verl's own path would be `StockFacts.why_not_sharded`, which `auto` never takes."""
-            return 0 if sequence_ranks > 1 and model.spread else options.min_speedup
+            return 0 if slices > 1 and model.spread else options.min_speedup
 
         # Over the ranks that share it: weights, gradients and AdamW's moments.
         resident = model.state_bytes / self.memory.ranks
@@ -183,11 +183,11 @@ class Predictor:
         self.resident_gib = resident / 2**30
         self.costs = CostModel(
             shape=model.shape, dense_mask=dense, wave_tokens=options.wave_tokens,
-            min_speedup=min_speedup(size.sequence_ranks), memory=self.memory, one_row=model.leak is not None,
+            min_speedup=min_speedup(size.slices), memory=self.memory, one_row=model.leak is not None,
         )  # fmt: skip
         self.ref_costs = replace(
-            self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks),
-            min_speedup=min_speedup(size.ref_sequence_ranks),
+            self.costs, memory=replace(self.memory, slices=size.ref_slices),
+            min_speedup=min_speedup(size.ref_slices),
         )  # fmt: skip
         self.rates = self.costs.flops()
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}

@@ -154,7 +154,7 @@ def sizes(config: Any) -> Sizes:
     return Sizes(
         prompts, rollout.n, mini_batches=prompts // mini or 1, ranks=data_ranks(config), micro_batches=passes,
         ref_in_actor=ref_in_actor, whole=whole, by_prompts=actor.prefix.mini_batches == "prompts", exchange=exchange,
-        sequence_ranks=shared, ref_sequence_ranks=shared_by_ref, tensor_ranks=copies_of(actor) // shared,
+        slices=shared, ref_slices=shared_by_ref, tensor_ranks=copies_of(actor) // shared,
     )  # fmt: skip
 
 

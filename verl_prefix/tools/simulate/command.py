@@ -61,8 +61,8 @@ def memory_of_engine(config: Any, gpus: int) -> Memory:
         return Memory.of_megatron(actor.megatron, gpus, actor.prefix)
     if engine_of(actor) is VEOMNI:
         return Memory.of_veomni(actor.veomni, gpus, checkpointed, actor.prefix)
-    _, sequence_ranks = slices_of("actor", actor)
-    return Memory.of_fsdp(actor.fsdp_config, gpus, checkpointed, sequence_ranks, actor.prefix)
+    _, slices = slices_of("actor", actor)
+    return Memory.of_fsdp(actor.fsdp_config, gpus, checkpointed, slices, actor.prefix)
 
 
 def read_job(

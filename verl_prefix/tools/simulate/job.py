@@ -45,7 +45,7 @@ class Job:
         config: of the model. groups: of the rank's mini-batch; rows lie one after the other.
         budget: tokens of a pass or micro-batch, on all ranks that share it.
         memory: what an update keeps, and how ranks share it; what it offloads and keeps more is an arm's. With several
-            `sequence_ranks` the job is not for vision models, and recurrent layers of stock send nothing, as in verl's
+            `slices` the job is not for vision models, and recurrent layers of stock send nothing, as in verl's
             engine. `ranks` of Megatron's engine are its tensor-parallel ones.
         replicas: copies of the parameters (HSDP). wave_tokens, keep_attention: see `PrefixConfig`.
         reshard: verl's reshard_after_forward.

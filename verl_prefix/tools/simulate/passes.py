@@ -132,8 +132,8 @@ class Simulation:
         tell_sites(model, tracker)
         self.pixels = TowerPixels(self.grids, job.config) if seeing else None
         every = division.tensor if division else 1  # tensor-parallel ranks are next to each other
-        sharing = range(0, memory.sequence_ranks * every, every)
-        self.group = dist.new_group(sharing) if memory.sequence_ranks > 1 else None
+        sharing = range(0, memory.slices * every, every)
+        self.group = dist.new_group(sharing) if memory.slices > 1 else None
         self.tokens = TokenBatch(ids, positions, self.offsets, self.pixels)
 
     def optimizer(self) -> torch.optim.Optimizer | MegatronModel:
@@ -301,6 +301,6 @@ class Simulation:
                     logits_chunk=job.memory.logits_chunk or LOGITS_CHUNK, pixels=pixels,
                 )  # fmt: skip
             if attention.shards is not None:
-                outputs = attention.shards.gather(outputs, torch.arange(len(outputs) * job.memory.sequence_ranks))
+                outputs = attention.shards.gather(outputs, torch.arange(len(outputs) * job.memory.slices))
             self.tracker.read()  # verl's engine reads every pass's loss
             return outputs.sum()

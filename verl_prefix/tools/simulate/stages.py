@@ -31,7 +31,7 @@ def on_stages(job: Job, arm: Arm, whole: dict[str, Phase], hardware: Hardware) -
     shape, division = job.shape, memory.division
     costs = CostModel(shape, False, job.wave_tokens, min_speedup=0, memory=memory)
     rate = hardware.network if division.world <= hardware.per_node else hardware.nodes
-    sent = division.part_of(shape).boundary / memory.sequence_ranks / rate
+    sent = division.part_of(shape).boundary / memory.slices / rate
     one_stage = replace(division, world=division.world // division.stages, stages=1)
     part = division.numbers(shape).parameters / one_stage.numbers(shape).parameters
     found = {"optimizer": _summed([whole["optimizer"]], part)}
