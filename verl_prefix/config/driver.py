@@ -155,15 +155,17 @@ def _check_ref(config: DictConfig) -> None:
     ref = {name: value for name, value in ref.items() if not str(name).startswith("log_prob_")}
     ref["use_dynamic_bsz"] = True
     omega_conf_to_dataclass(OmegaConf.create(ref))
+    shares = roles.actor.prefix.schedule != "stock"
+    hf_config = read_hf_config(roles.model) if shares else None
     if (engine := engine_of(roles.ref)) is not FSDP2:
         checks = veomni if engine is VEOMNI else megatron
         checks.check_of_one_process(roles.actor[engine.section], roles.ref[engine.section])
-        if roles.actor.prefix.schedule != "stock" and (hf_config := read_hf_config(roles.model)) is not None:
+        if hf_config is not None:
             checks.check_built(hf_config, roles.ref[engine.section])
     key, size = slices_of("ref", roles.ref)
-    if size != slices_of("actor", roles.actor)[1] and roles.actor.prefix.schedule != "stock":
+    if shares and size != slices_of("actor", roles.actor)[1]:
         check_sequence_parallel(key, size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)
-        if size > 1 and (hf_config := read_hf_config(roles.model)) is not None:
+        if size > 1 and hf_config is not None:
             check_dealt(key, size, hf_config)
 
 

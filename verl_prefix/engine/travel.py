@@ -113,8 +113,8 @@ class Travel:
         return is_cut
 
     def _find_homes(self, compatible: bool, pieces: Sequence[torch.Tensor] | None) -> list[int]:
-        """Finds the rank of every row of all ranks, by `pieces` where rows are turns. Where ranks cannot read each
-        other's rows (not `compatible`), every row stays."""
+        """Finds the rank of every row of all ranks, and so `moves`, by `pieces` where rows are turns. Where ranks
+        cannot read each other's rows (not `compatible`), every row stays."""
         table = self.table
         if not compatible:
             placement = table.as_it_is(self._size)
