@@ -96,7 +96,8 @@ def _searches(path: str) -> list[tuple[str, int]]:
     for error in (torch.OutOfMemoryError, RuntimeError):
         engine = _engine("prefix", path, PHASED)
         _break(engine, 3, True, error)
-        with mock.patch.object(PassResults, "count_not_finite", side_effect=torch.OutOfMemoryError("search")) as search:
+        error_of_search = torch.OutOfMemoryError("search")
+        with mock.patch.object(PassResults, "report_not_finite", side_effect=error_of_search) as search:
             with pytest.raises(RuntimeError) as raised:
                 _update(engine, 0, PHASED)
         found.append((str(raised.value), search.call_count))

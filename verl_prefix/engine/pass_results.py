@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 from verl.utils import tensordict_utils as tu
+from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.core.errors import current_pass, listed
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.loss import Loss
+from verl_prefix.engine.loss import Loss, even_out
 from verl_prefix.engine.outputs import TEACHER, TokenOutputs
 from verl_prefix.engine.rows import ROUTES, BatchRows, select_rows
 
@@ -78,11 +79,11 @@ class PassResults:
         self._results.append(_Result(rows, output, finite, where=current_pass(), counts=counts and bool(seen)))
         return loss
 
-    def finish(self, plan: Plan) -> tuple[list[dict[str, Any]], list[list[int]], int]:
-        """Ends the run: returns the output of each pass, its rows, and how many passes had anything not finite.
+    def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
+        """Ends the run: returns verl's output of all passes, and how many of them had anything not finite.
 
         No pass computes idle groups. They get a step if somebody wants their outputs, or if this rank has no other row,
-        since every rank must report the same metrics, and equally many values of each (`loss.even_out`).
+        since every rank must report the same metrics, and equally many values of each (`even_out`).
         """
         if plan.idle_groups and (self.returns_outputs or not self._results):
             with torch.no_grad(), self._backend.autocast():
@@ -94,15 +95,18 @@ class PassResults:
         if any(result.counts for result in self._results):
             for result in self._results:
                 result.output["metrics"] = result.output["metrics"] if result.counts else {}
-        num_not_finite = self.count_not_finite()
+        num_not_finite = self.report_not_finite()
         for result in self._results:
             result.output["loss"] = result.output["loss"].item()
             if not self.returns_outputs:
                 del result.output["model_output"]
-        return [result.output for result in self._results], [result.rows for result in self._results], num_not_finite
+        outputs = [result.output for result in self._results]
+        output = postprocess_batch_func(outputs, [result.rows for result in self._results], data=self._data)
+        even_out(output["metrics"], outputs, plan.num_losses)
+        return output, num_not_finite
 
-    def count_not_finite(self) -> int:
-        """Counts passes with anything not finite, and names the rows of the first."""
+    def report_not_finite(self) -> int:
+        """Logs the rows of the first pass with anything not finite; returns how many such passes there are."""
         not_finite = [result for result in self._results if not result.finite]
         if not_finite:
             self._log_not_finite(not_finite[0])

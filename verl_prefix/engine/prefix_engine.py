@@ -16,7 +16,6 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.config.actor import NO_REPLAY, NO_ROUTES, SKIP_ZERO_ADVANTAGE, role_of
@@ -31,7 +30,7 @@ from verl_prefix.engine.carried_pixels import receive_pixels
 from verl_prefix.engine.exchange import open_exchange
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.headroom import Headroom
-from verl_prefix.engine.loss import Loss, LossFunction, even_out, same_sums
+from verl_prefix.engine.loss import Loss, LossFunction, same_sums
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import TEACHER, flags_of, is_unscaled
 from verl_prefix.engine.pass_results import PassResults
@@ -199,14 +198,12 @@ class PrefixEngine:
                 raise
             except RuntimeError:  # as of mcore, which looks for NaN in gradients and knows no rows
                 with suppress(RuntimeError):  # after an error of the device the search may fail as well
-                    results.count_not_finite()
+                    results.report_not_finite()
                 raise
         num_not_finite = 0
         output: dict[str, Any] = {"model_output": None if results.returns_outputs else {}, "metrics": {}}
         if ranks.has_outputs:
-            outputs, indices, num_not_finite = results.finish(plan)
-            output = postprocess_batch_func(outputs, indices, data=rows.data)
-            even_out(output["metrics"], outputs, plan.num_losses)
+            output, num_not_finite = results.finish(plan)
         if loss.needs_a_token:
             same_sums(output["metrics"], ranks.data)
         if output["model_output"] and results.token_outputs.tokens.records:
