@@ -335,8 +335,9 @@ MANIFEST, STEP, TENSORS = "manifest.json", "rank_00001/step_00001.json", "rank_0
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        *[(damage(name), f"{name} cannot be read: ") for name in (MANIFEST, TENSORS) for damage in (cut, unlink)],
-        *[(damage(STEP), f"{STEP} cannot be read: ") for damage in (cut, unlink)],
+        *[(damage(name), f"{name} cannot be read: ") for name in (STEP, TENSORS) for damage in (cut, unlink)],
+        (cut(MANIFEST), "manifest.json cannot be read: "),
+        (unlink(MANIFEST), "is no trace, which has a manifest.json; record one with"),
         (lambda folder: (folder / MANIFEST).write_text("[1]"), "manifest.json cannot be read: "),
         (edit(MANIFEST, schema="trace/99"), "schema is 'trace/99', and .* reads 'verl_prefix.trace/1'; record the"),
         (edit(MANIFEST, world_size="2"), "manifest.json cannot be read: "),
@@ -386,7 +387,7 @@ def test_a_hub_name_is_the_model_in_the_hubs_cache(tmp_path, model, monkeypatch)
 
 def test_an_empty_folder_is_no_trace(tmp_path):
     for folder in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(trace.TraceError, match="manifest.json cannot be read: FileNotFoundError"):
+        with pytest.raises(trace.TraceError, match="is no trace, which has a manifest.json; record one with"):
             trace.Trace(folder)
 
 

@@ -484,6 +484,7 @@ def test_every_recorded_option_of_the_loss_is_replayed():
         ("--synthetic 8,8,2 --model /nowhere", "--model /nowhere has no config.json; give a model's folder"),
         ("--synthetic 8,8,2 --model OUT/broken", "broken has a config.json that cannot be read; give another model's"),
         ("--synthetic 8,8,2 --model OUT/odd", "odd, config.json: Validation error for field 'hidden_size'"),
+        ("--synthetic 8,8,2 --model OUT/new", "new: The checkpoint you are trying to load has model type `qwen99`"),
         ("--synthetic 8,8,2 --model OUT/bare", "bare has no weights; give a folder with them"),
         ("--trace /nowhere", "/nowhere"),
         ("--trace x --frob", "unrecognized arguments: --frob"),
@@ -491,7 +492,8 @@ def test_every_recorded_option_of_the_loss_is_replayed():
 )
 def test_bad_words_are_one_line_exit_code_2_and_no_report(words, says, tmp_path, capsys):
     for name, config in (
-        ("broken", "{"), ("odd", '{"model_type": "qwen3", "hidden_size": "big"}'), ("bare", '{"model_type": "qwen3"}')
+        ("broken", "{"), ("odd", '{"model_type": "qwen3", "hidden_size": "big"}'), ("bare", '{"model_type": "qwen3"}'),
+        ("new", '{"model_type": "qwen99"}'),
     ):  # fmt: skip
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)

@@ -138,6 +138,11 @@ class Trace:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        if not (self.folder / MANIFEST).exists():
+            raise TraceError(
+                f"{folder} is no trace, which has a {MANIFEST}; record one with "
+                "actor_rollout_ref.actor.prefix.trace_dir=FOLDER"
+            )
         with reading(self.folder / MANIFEST):
             self.manifest = parse_json((self.folder / MANIFEST).read_bytes())
             if self.manifest["schema"] != SCHEMA:

@@ -132,8 +132,8 @@ def draw(report: dict[str, Any], path: Path) -> bool:
             f"Weights: {off:.2f} of stock's error", "distance from the truth, relative",
             [s["step"] for s in known], truth, x="replayed step", log=True,
         ),
-        bars("median_s", f"An update is {faster} times as fast as stock's", "median seconds",
-             [f"{p}, n = {len(timed(steps, p))}" for p in PASSES]),
+        bars("median_s", f"An update is {faster} times as fast as stock's" if "?" not in faster else "Uneven seconds",
+             "median seconds", [f"{p}, n = {len(timed(steps, p))}" for p in PASSES]),
         bars("added_gib", f"It adds {more} times stock's memory at its peak", "GiB", list(PASSES)),
     ]  # fmt: skip
     where = f"{report['ranks']} rank{'s' * (report['ranks'] > 1)}, {report['dtype']}"

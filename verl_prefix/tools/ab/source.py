@@ -55,7 +55,11 @@ class Source:
         if 0 < (gpus := torch.cuda.device_count()) < self.ranks:
             fits = next(n for n in range(gpus, 0, -1) if self.ranks % n == 0)
             raise ValueError(f"{self.ranks} ranks need a GPU each, and this machine has {gpus}: write --ranks {fits}")
-        if read_hf_config({"path": str(model)}) is None:
+        try:
+            readable = read_hf_config({"path": str(model)}) is not None
+        except ValueError as error:  # a type, or a value, that transformers does not know
+            raise ValueError(f"--model {model}: {str(error).partition(chr(10))[0]}") from error
+        if not readable:
             raise ValueError(f"--model {model} has a config.json that cannot be read; give another model's folder")
         if (folder := Path(model)).is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
             raise ValueError(f"--model {model} has no weights; give a folder with them")
