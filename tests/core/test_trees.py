@@ -2,6 +2,7 @@
 
 import functools
 import os
+import types
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -18,8 +19,11 @@ from runners import run_shared, run_stock
 from short_chunks import short_chunks
 from tree_models import FAMILIES, TWINS, equal_hf, error, measure, small  # noqa: F401
 
+from verl_prefix.core import calls
 from verl_prefix.core import layout as layout_module
-from verl_prefix.core.groups import Group
+from verl_prefix.core.attention import GroupedAttention
+from verl_prefix.core.calls import AttentionParams
+from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.planning import make_plan
 from verl_prefix.core.trees import Hashes, cuts_at, group_trees, mix_rows
 
@@ -280,3 +284,22 @@ def test_hashes_that_collide_are_noticed(monkeypatch):
     monkeypatch.setattr("verl_prefix.core.trees.mix", torch.zeros_like)
     with pytest.raises(RuntimeError, match="same 64-bit hash"):
         group_trees(torch.tensor([1, 2, 3, 4, 5, 6]), [0, 3, 6], [2, 2], [[1], [1]])
+
+
+def test_gradients_of_a_strand_that_many_calls_read_add_up_in_fp32(monkeypatch):
+    """Each of 300 calls sends 1 to the first token. In bf16 there is no 257."""
+    monkeypatch.setattr(calls, "_MAX_JOINED", 0)
+    number = 151
+    strands = tuple(Strand(0, i, i + 1, i - 1) for i in range(number))
+    forks = tuple(Fork(i, i + 1) for i in range(number))
+    group = Group((*range(number),), (1,) * number, strands, forks, (*range(1, number + 1),))
+    layout = layout_module.build_layout([group], [*range(0, number * number, number)])
+    ones = types.SimpleNamespace(
+        forward=lambda q, k, v, call: (torch.zeros_like(q), torch.zeros(q.shape[1], len(q))),
+        backward=lambda dout, saved, call: [torch.ones_like(x) for x in saved[:3]],
+    )
+    q, k, v = (torch.zeros(layout.num_tokens, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    args = layout, ones, AttentionParams(1.0), (), 0, None, None
+    GroupedAttention.apply(q, k, v, None, *args).sum().backward()
+    read = 1 + sum(len(segment.path) > 0 for segment in layout.segments)
+    assert read == 2 * number and (k.grad[0] == read).all() and (v.grad[0] == read).all()

@@ -214,15 +214,19 @@ class GroupedAttention(torch.autograd.Function):
             dq_call, dk_call, dv_call = kernel.backward(dout[at], (q[at], keys, values, out[at], lse[:, at]), call)
             if call is calls[0]:
                 dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]
+                # Each call in which strands are read adds to their gradients: in fp32, as waves add to the grad cache.
+                strands = slice(layout.num_strand_tokens)  # the first tokens of the packed row
+                sums = [x[strands].to(torch.promote_types(x.dtype, torch.float32)) for x in (dk, dv)]
             else:
                 dq[at] += dq_call
             for prefix in call.prefixes:
                 grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
-                if prefix.level == len(caches):  # this packed row, its strands first
-                    for total, grad in zip((dk, dv), grads, strict=True):
-                        add_at(total[: layout.num_strand_tokens], prefix.grad_at, grad)
+                if prefix.level == len(caches):  # this packed row
+                    for total, grad in zip(sums, grads, strict=True):
+                        add_at(total, prefix.grad_at, grad)
                 elif ctx.needs_input_grad[-1]:  # of the anchor: is anything before it trained?
                     caches[prefix.level].add_grad(layer, prefix.grad_at, *grads)
+        dk[strands], dv[strands] = sums
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()

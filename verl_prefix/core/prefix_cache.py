@@ -178,11 +178,8 @@ class ReadPrefix(torch.autograd.Function):
 
 
 def add_at(total: torch.Tensor, at: slice | torch.Tensor, part: torch.Tensor) -> None:
-    """total[at] += part, where int64 indices may repeat."""
+    """total[at] += part, where int64 indices may repeat; `total` is fp32 (fp64)."""
     if isinstance(at, slice):
         total[at] += part
     else:
-        wide = total.to(torch.promote_types(total.dtype, torch.float32))  # `total` itself where it is wide
-        wide.index_add_(0, at, part.to(wide.dtype))
-        if wide is not total:
-            total.copy_(wide)
+        total.index_add_(0, at, part.to(total.dtype))
