@@ -401,9 +401,8 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
 @pytest.mark.parametrize("off", [1e-3, float("nan"), 0.0])
 def test_a_part_without_noise_may_not_be_off(off):
     """Its ratio has no unit. Where ours is off by nothing too, rows are empty or nothing reaches the part."""
-    distances = itertools.chain(
-        [[0.0]] * 3 + [[0.0], [off]], itertools.repeat([0.0])
-    )  # perturbed, packed, phased, perturbed
+    # Perturbed, packed, phased, and perturbed again.
+    distances = itertools.chain([[0.0]] * 4, [[off]], itertools.repeat([0.0]))
     part = types.SimpleNamespace(parts={"a part": []}, keep=lambda: [1.0], distances=lambda: next(distances))
     found = verify.compare(lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part)
     assert found.missed == (off != 0) and found.gradients.where == (
@@ -416,14 +415,20 @@ def test_what_rounding_does_in_some_passes_alone_is_not_missed():
 
     def ratio(ours: float) -> tuple[float, bool, int]:
         passes = itertools.count()
+        seeds.clear()
         moved = (0.0, 1.0, 1.0, 1.0, *[1.0, 30.0, 1.0, 1.0] * 2)  # the truth, perturbed, perturbed once more
         stock = (torch.tensor([moved[i]]) for i in passes)
         none = types.SimpleNamespace(parts={}, keep=list, distances=list)
-        found = verify.compare(lambda: next(stock), lambda *args: torch.tensor([ours]), contextlib.nullcontext, none)
+        found = verify.compare(lambda: next(stock), lambda *args: torch.tensor([ours]), noise, none)
         return found.outputs.ratio, found.missed, next(passes)
 
-    assert ratio(2.0) == (pytest.approx(2.0), False, 4)
-    assert ratio(30.0) == (pytest.approx((900 * 11 / 1809) ** 0.5), False, 12)
+    def noise(seed: int) -> contextlib.AbstractContextManager:
+        seeds.append(seed)
+        return contextlib.nullcontext()
+
+    seeds: list[int] = []
+    assert ratio(2.0) == (pytest.approx(2.0), False, 4) and seeds == [0]
+    assert ratio(30.0) == (pytest.approx((900 * 11 / 1809) ** 0.5), False, 12) and seeds == [0, 3]
     assert ratio(300.0)[1:] == (True, 12)
 
 
@@ -441,9 +446,12 @@ def test_noise_is_where_the_output_is():
             return x, None
 
     module, x = Attention(), torch.ones(100)
-    with noise_of(module, torch.bfloat16):
-        off = (module(x)[0] - x).abs().max()
-    assert 0 < off <= torch.finfo(torch.bfloat16).eps
+    found = []
+    for seed in (0, 3):
+        with noise_of(module, torch.bfloat16, seed):
+            found += [module(x)[0] for _ in range(2)]
+        assert all(0 < (one - x).abs().max() <= torch.finfo(torch.bfloat16).eps for one in found)
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(found, 2))
 
 
 def test_gradients_that_a_run_has_gathered_wait_for_the_check():

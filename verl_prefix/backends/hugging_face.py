@@ -150,8 +150,8 @@ class HFBackend(Backend):
     def gradients(self) -> Gradients:
         return gradients_of(self._engine.module)
 
-    def rounding_noise(self) -> AbstractContextManager[None]:
-        return noise_of(self._engine.module, self.dtype)
+    def rounding_noise(self, seed: int) -> AbstractContextManager[None]:
+        return noise_of(self._engine.module, self.dtype, seed)
 
     def gradients_aside(self) -> AbstractContextManager[None]:
         return gradients_aside(self._engine.module)
@@ -176,10 +176,10 @@ def local_shard(x: Any) -> torch.Tensor:
     return shard
 
 
-def noise_of(model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[None]:
+def noise_of(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> AbstractContextManager[None]:
     """`rounding_noise` in the attention and the recurrent mixers of a Hugging Face model."""
     attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
-    return rounding_noise(attention, mixers(model), dtype)
+    return rounding_noise(attention, mixers(model), dtype, seed)
 
 
 def check_in_worker(model_config: Any, key: str, size: int, model: str = "actor_rollout_ref.model") -> None:

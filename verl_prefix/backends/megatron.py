@@ -217,9 +217,9 @@ class MegatronBackend(Backend):
         if not self.has_no_updates:
             self._module.zero_grad_buffer()
 
-    def rounding_noise(self) -> AbstractContextManager[None]:
+    def rounding_noise(self, seed: int) -> AbstractContextManager[None]:
         layers = unwrapped(self._module).decoder.layers
-        return rounding_noise([layer.self_attention for layer in layers], [], self.dtype)
+        return rounding_noise([layer.self_attention for layer in layers], [], self.dtype, seed)
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:

@@ -96,7 +96,8 @@ class StockFacts(NamedTuple):
 
 class Replay(NamedTuple):
     """Router replay: tokens go to the experts that they went to in the rollout (mode R3), or in old log-probs (R2),
-    which record them.
+    which record them. A token without a record has the same expert k times (zeros do), which
+    `models.replay.chosen_experts` replaces by the router's own choice; on Megatron -1.
 
     Attributes:
         mode: verl's. chosen: experts of a token in a layer.
@@ -207,8 +208,9 @@ class Backend(Protocol):
         """The parts of this rank's model whose gradients the self-check compares: on every rank equally many, by the
         same names. Every rank calls it."""
 
-    def rounding_noise(self) -> AbstractContextManager[None]:
-        """Context in which layers' outputs are rounded differently each time, for the self-check."""
+    def rounding_noise(self, seed: int) -> AbstractContextManager[None]:
+        """Context in which layers' outputs are rounded differently each time, for the self-check. seed: the same on all
+        ranks, some of which compute the same tokens."""
 
     def gradients_aside(self) -> AbstractContextManager[None]:
         """Context in which parameters have no gradients; those that they had come back."""

@@ -176,23 +176,24 @@ def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> t
 class _Rounding:
     """Tensors that are off by up to one rounding step, differently each time; the run's own random state stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(self, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         """x, rounded differently; eps: a rounding step, if not that of its dtype."""
-        generator = self._generators.setdefault(x.device, torch.Generator(x.device).manual_seed(0))
+        generator = self._generators.setdefault(x.device, torch.Generator(x.device).manual_seed(self._seed))
         step = torch.finfo(x.dtype).eps if eps is None else eps
         return (x * (1 + step * (2 * torch.rand(x.shape, device=x.device, generator=generator) - 1))).to(x.dtype)
 
 
 @contextmanager
 def rounding_noise(
-    attention: Sequence[torch.nn.Module], recurrent: Sequence[torch.nn.Module], dtype: torch.dtype
+    attention: Sequence[torch.nn.Module], recurrent: Sequence[torch.nn.Module], dtype: torch.dtype, seed: int
 ) -> Iterator[None]:
     """Context in which every output of these modules, attention and recurrent mixers, is off by up to one rounding step
     of `dtype`, differently each time, and so are its gradient and, in fp32, what mixers read."""
-    eps, rounding = torch.finfo(dtype).eps, _Rounding()
+    eps, rounding = torch.finfo(dtype).eps, _Rounding(seed)
 
     def disturb_output(module: torch.nn.Module, args: tuple, output: Any) -> Any:
         out = rounding.disturb(output[0] if isinstance(output, tuple) else output, eps)
@@ -258,7 +259,7 @@ class Gradients:
 def compare(
     stock: Callable[[], torch.Tensor],
     ours: Callable[[str, Callable[..., AttentionPass]], torch.Tensor],
-    rounding_noise: Callable[[], AbstractContextManager],
+    rounding_noise: Callable[[int], AbstractContextManager],
     gradients: Gradients,
     reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
     num_perturbed: int = 3,
@@ -270,7 +271,7 @@ def compare(
     Args:
         stock: [n] log-probs by the stock path, with gradients of their sum.
         ours: the same by schedule "packed" or "phased", with passes of a type (`PackedForward.pass_type`).
-        rounding_noise: while open, layers' outputs are rounded differently each time.
+        rounding_noise: of a seed; while open, layers' outputs are rounded differently each time.
         gradients: of the model that both run on.
         reduce_sum: element-wise sum over ranks.
         num_perturbed: how many stock passes run with noise; more where ours is off by more than these allow.
@@ -286,7 +287,7 @@ def compare(
     perturbed: list[list[float]] = []
 
     def perturb(number: int) -> None:
-        with rounding_noise():
+        with rounding_noise(len(perturbed)):
             perturbed.extend(distances(stock()) for _ in range(number))
 
     perturb(num_perturbed)

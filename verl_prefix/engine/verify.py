@@ -114,10 +114,10 @@ class Verification:
             limits += ", without tokens of images or videos in responses"
             if len(choices) > 1:
                 limits += " and with the same number of kinds of pixels (images, videos) on every rank"
-        lacking = self._backend.ranks.max_over_ranks([not groups for groups in choices])
-        for groups, lacks in zip(choices, lacking, strict=True):
+        lacking = self._backend.ranks.max_over_ranks([not candidates for candidates in choices])
+        for candidates, lacks in zip(choices, lacking, strict=True):
             if not lacks:
-                return groups
+                return candidates
         warn_once(
             logger,
             "prefix.verify waits for a batch in which every rank has a prompt%s; set "
@@ -248,7 +248,8 @@ def _falling_loss(
 
 def _num_perturbed(num_rows: int, checked: int) -> int:
     """How many stock passes measure rounding: one to three. With the passes that are compared (packed, phased and
-    stock, which count as two of these), they take about an eighth of the time of an update of a rank's rows."""
+    stock, which count as two of these), they take about an eighth of the time of an update of a rank's rows. Where ours
+    is off, `compare` runs more."""
     return min(3, max(1, num_rows // (8 * checked) - 2))
 
 
