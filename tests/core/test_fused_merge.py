@@ -33,7 +33,7 @@ def merge_into(monkeypatch):
 
 
 def parts(num_queries: int, heads: int, dim: int, dtype: torch.dtype, spread: float = 8.0):
-    """Views of larger tensors, as the schedule hands them over: (out, lse, out_2, lse_2)."""
+    """Views of larger tensors, as attention hands them over: (out, lse, out_2, lse_2)."""
     generator = torch.Generator().manual_seed(num_queries)
     out, out_2 = (torch.randn(num_queries + 5, heads, dim, generator=generator).to(dtype) for _ in range(2))
     lse, lse_2 = (torch.randn(heads, num_queries + 5, generator=generator) * spread for _ in range(2))

@@ -39,7 +39,7 @@ def pages(monkeypatch, tmp_path):
 
 @pytest.fixture
 def counts(monkeypatch) -> Counter:
-    """Transfers of all schedules of the test."""
+    """Transfers of all runners of the test."""
     total = Counter()
     monkeypatch.setattr(meter, "Counter", lambda: total)
     return total

@@ -21,6 +21,7 @@ from whole_tensors import full
 
 from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
+from verl_prefix.auto.megatron import Division
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.backends import hugging_face
 from verl_prefix.config.options import PrefixConfig
@@ -480,6 +481,28 @@ def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
             raise failed
         (note,) = error.value.__notes__
         assert (advised in note) == is_advised and "lower ppo_max_token_len_per_gpu" in note
+
+
+RECOMPUTE = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute"
+
+
+@pytest.mark.parametrize(("phase", "division", "forward_only", "note"), [
+    ("phase_a", False, True, "verl_prefix: lower log_prob_max_token_len_per_gpu or log_prob_micro_batch_size_per_gpu"),
+    (
+        "phase_c", True, False,
+        f"verl_prefix: set {RECOMPUTE}_granularity=full, {RECOMPUTE}_method=uniform and {RECOMPUTE}_num_layers=1, or "
+        "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu",
+    ),
+])  # fmt: skip
+def test_out_of_memory_names_keys_that_act_on_the_engine_and_in_the_pass(phase, division, forward_only, note):
+    plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
+    kept = Memory(2, False, False, None, False, division=Division(2) if division else None)
+    args = plan, kept, "actor_rollout_ref.actor", None, forward_only
+    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(*args):
+        failed = torch.OutOfMemoryError("injected")
+        failed.prefix_phase = phase
+        raise failed
+    assert error.value.__notes__ == [note]
 
 
 @pytest.mark.parametrize(("phase", "key"), [

@@ -36,7 +36,7 @@ def nan_in_uninitialised_memory():
 
 @pytest.fixture
 def counts(monkeypatch) -> Counter:
-    """Transfers of all schedules of the test."""
+    """Transfers of all runners of the test."""
     total = Counter()
     monkeypatch.setattr(meter, "Counter", lambda: total)
     return total

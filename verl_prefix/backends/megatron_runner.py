@@ -30,8 +30,8 @@ class MegatronRunner(PlanRunner):
             with self._recording(tokens):
                 self.run_passes(tokens, plan)
             return
-        # Only packed passes have auxiliary losses, and dummies have none. mcore divides them by all passes. This weight
-        # undoes the dummies' share.
+        # Where routers have auxiliary losses all passes are packed (`config.megatron.check_built`), and dummies have no
+        # such loss. mcore divides by all passes. This weight undoes the dummies' share.
         model: Any = self.forward.model
         model.auxiliary_weight = len(plan.passes) / max(sum(bool(each.groups) for each in plan.passes), 1)
         try:
@@ -45,8 +45,8 @@ class MegatronRunner(PlanRunner):
             count = torch.ones((), dtype=torch.int, device=tokens.input_ids.device)
             config.finalize_model_grads_func([self.module], count if config.calculate_per_token_loss else None)
         except BaseException:
-            for count in router_counts(self.module):  # else the next update would count these tokens, too
-                count.zero_()
+            for counted in router_counts(self.module):  # else the next update would count these tokens, too
+                counted.zero_()
             raise
 
     @contextmanager

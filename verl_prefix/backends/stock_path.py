@@ -71,8 +71,9 @@ def replaying(engine: Any, replay: Replay) -> Iterator[None]:
         if routes is None:
             if not records(micro_batch):  # ref's
                 return model_inputs, args
-            none = torch.zeros(len(ids.values()), replay.layers, replay.chosen, dtype=torch.int16)
-            routes = torch.nested.nested_tensor_from_jagged(none.to(ids.device), ids.offsets())
+            # Zeros: no record, see `engine.backend.Replay`.
+            unrecorded = torch.zeros(len(ids.values()), replay.layers, replay.chosen, dtype=torch.int16)
+            routes = torch.nested.nested_tensor_from_jagged(unrecorded.to(ids.device), ids.offsets())
         rows = list(routes.unbind())
         if is_packed(micro_batch):
             flat = torch.cat([*rows, rows[0].new_zeros(args["pad_size"], replay.layers, replay.chosen)])

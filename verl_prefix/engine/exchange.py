@@ -73,17 +73,19 @@ def open_exchange(
     Raises:
         ExchangeError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
-    ranks = _exchanging_ranks(backend, option, loss)
+    ranks, travel, computed = _exchanging_ranks(backend, option, loss), None, batch
     if leaves_out:
-        batch.dead = loss.find_dead(batch)
-    travel = None if ranks is None else Travel(batch, ranks)
-    is_cut = travel.decide_moves(backend.shape, tree_rule) if travel else None
-    computed = travel.send_rows() if travel and travel.moves.any_travels else batch
+        with together("finding rows without gradient"):
+            batch.dead = loss.find_dead(batch)
+    if ranks is not None:
+        travel = Travel(batch, ranks)
+        is_cut = travel.decide_moves(backend.shape, tree_rule)
+        computed = travel.send_rows() if travel.moves.any_travels else batch
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
         if leaves_out:
             computed.dead = loss.find_dead(computed)
-        if is_cut is None:
+        if travel is None:
             is_cut = tree_rule.cuts_rows(computed.uids, computed.keys)
         groups = group_rows(computed, tree_rule, is_cut)
     tree_rule = tree_rule._replace(cut_before=is_cut)
@@ -99,7 +101,7 @@ def _exchanging_ranks(backend: Backend, option: str, loss: Loss) -> dist.Process
     if option == "off" or backend.ranks.data_size == 1:
         return None
     if loss.is_unknown:
-        text = "prefix.exchange: rows stay on their ranks in updates: this loss may read %s"
-        warn_once(logger, text, "what does not travel (raw_prompt, extra_fields)")
+        why = "this loss may read what does not travel (raw_prompt, extra_fields)"
+        warn_once(logger, f"prefix.exchange: rows stay on their ranks in updates: {why}")
         return None
     return backend.ranks.data

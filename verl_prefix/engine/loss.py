@@ -216,7 +216,8 @@ def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_
         if isinstance(metric, Metric) and metric.values:
             num, real = len(metric.values), sum(name in output["metrics"] for output in outputs)
             filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / num
-            metric.extend([filler] * (num // real * (num_passes - real)))
+            per_pass = num // real  # a loss may add several values of a name
+            metric.extend([filler] * (per_pass * (num_passes - real)))
 
 
 def same_sums(metrics: dict[str, object], group: Any) -> None:

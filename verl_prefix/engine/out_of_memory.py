@@ -19,15 +19,21 @@ from verl_prefix.core.planning import limit_waves
 _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
 
 
-def _advice(role: str, options: PrefixConfig) -> tuple[str, dict[str, str]]:
+def _advice(role: str, options: PrefixConfig, keeps: Memory | None, forward_only: bool) -> tuple[str, dict[str, str]]:
     """How a role checkpoints its layers, and what to set where a phase had the error, beside `options`."""
     model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
     checkpoints = f"set {model}.enable_gradient_checkpointing=True"
-    fewer = f"lower {tokens_key(role, False)}"
+    if keeps and keeps.division:
+        recompute = f"{role}.megatron.override_transformer_config.recompute"
+        checkpoints = f"set {recompute}_granularity=full, {recompute}_method=uniform and {recompute}_num_layers=1"
+    fewer = f"lower {tokens_key(role, forward_only)}"
     if role != "critic":
-        fewer += f" (of log-probs {tokens_key(role, True)}) or micro_batch_size_per_gpu"
+        fewer += f" or {'log_prob' if forward_only else 'ppo'}_micro_batch_size_per_gpu"
+    packed = fewer + f", or set {_PREFIX}.schedule=phased" * (options.schedule != "phased")
+    if forward_only:  # nothing waits for a backward
+        return fewer, {"packed": packed, "phase_a": fewer}
     return checkpoints, {
-        "packed": fewer + f", or set {_PREFIX}.schedule=phased" * (options.schedule != "phased"),
+        "packed": packed,
         "phase_a": f"set {_PREFIX}.offload=True, " * (not options.offload) + f"{checkpoints}, or {fewer}",
         "phase_c": f"{checkpoints}, or {fewer}",
     }
@@ -44,8 +50,9 @@ def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
 
 @contextmanager
 def out_of_memory_advice(
-    plan: Plan | None, keeps: Memory | None = None, role: str = "", options: PrefixConfig | None = None
-) -> Iterator[None]:
+    plan: Plan | None, keeps: Memory | None = None, role: str = "", options: PrefixConfig | None = None,
+    forward_only: bool = False,
+) -> Iterator[None]:  # fmt: skip
     """Context of a plan's passes, or of the self-check's (None): an OutOfMemoryError leaves it with a note on what to
     set.
 
@@ -56,7 +63,7 @@ def out_of_memory_advice(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        checkpoints, by_phase = _advice(role, options or PrefixConfig())
+        checkpoints, by_phase = _advice(role, options or PrefixConfig(), keeps, forward_only)
         largest = largest_wave(plan) if plan else 0
         if plan is None:
             advice = f"that was the self-check, which holds the gradients of two paths; set {_PREFIX}.verify=off"

@@ -110,7 +110,7 @@ class TokenOutputs:
         return None if int(mask.sum()) == sum(self.rows.response_lens) else mask
 
     def _blank_routes(self) -> torch.Tensor:
-        """What routes are recorded into."""
+        """What routes are recorded into: no token has a record yet (`backend.Replay`)."""
         replay = self.backend.replay
         assert replay is not None
         return torch.zeros(self.rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)

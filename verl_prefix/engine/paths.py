@@ -113,7 +113,9 @@ class Paths:
         """Returns this rank's plan, or why the batch takes the stock path; and prefix/* about that.
 
         Args:
-            groups: of the rows that this rank computes. dead: those of them that are left out; their groups are idle.
+            batch: this rank's own rows, which the stock path would compute. Their flags give budgets.
+            groups: of the rows that this rank computes, after the exchange.
+            dead: those of them that are left out; their groups are idle.
         """
         groups, idle = leave_out(groups, dead) if dead else (groups, [])
         # A budget follows from the batch's flags and the lengths of groups, which may be of rows from other ranks.

@@ -87,7 +87,7 @@ class PrefixEngine:
             computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
         computed = self._prepared(computed)
         if not forward_only or self.backend.has_no_updates:
-            budget = batch.budget(groups)  # by the flags that verl set, which `computed` no longer has
+            budget = batch.budget(groups)  # by the flags that verl set; `_prepared` has changed those of `computed`
             metrics |= self._verification.check(computed, groups, budget, plan, loss)
         if why := self._verification.failure:
             return self._take_stock_path(batch, loss, forward_only, why, metrics)
@@ -162,10 +162,12 @@ class PrefixEngine:
             # the peak that verl logs as perf/max_memory_allocated_gb.
             if not self._update_meter.phase_b_peak:
                 meter = self._update_meter = Meter(measure_peak=self._headroom.is_known)
-            once, option = self.backend.reads_logits_once(flags_of(rows.data)), self.prefix_config.keep_attention
-            once = once and is_unscaled(rows.data)
-            memory = self._headroom.choose_memory(plan, self._paths.costs, option, once)
-        with out_of_memory_advice(plan, memory, self._role, self.prefix_config):
+            logits_once = self.backend.reads_logits_once(flags_of(rows.data)) and is_unscaled(rows.data)
+            option = self.prefix_config.keep_attention
+            memory = self._headroom.choose_memory(plan, self._paths.costs, option, logits_once)
+        with out_of_memory_advice(
+            plan, memory or self._paths.costs.memory, self._role, self.prefix_config, forward_only
+        ):
             return self.run_plan(rows, groups, plan, loss, forward_only, memory=memory, meter=meter)
 
     def run_plan(
@@ -184,7 +186,7 @@ class PrefixEngine:
         ranks, memory = self.backend.ranks, memory or self._paths.costs.memory
         plan = pad_to_same_passes(plan, ranks.max_over_ranks)
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
-        # Also where these are recorded, since the update replays them.
+        # Routers count a row's last token in updates, which replay the routes that log-probs record (R2).
         last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
         results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
         runner = self._runner(
@@ -201,9 +203,11 @@ class PrefixEngine:
                     results.report_not_finite()
                 raise
         num_not_finite = 0
-        output: dict[str, Any] = {"model_output": None if results.returns_outputs else {}, "metrics": {}}
+        output: dict[str, Any]
         if ranks.has_outputs:
             output, num_not_finite = results.finish(plan)
+        else:  # None: other ranks have outputs to give back; {}: nobody wants any (`Exchange.give_back`)
+            output = {"model_output": None if results.returns_outputs else {}, "metrics": {}}
         if loss.needs_a_token:
             same_sums(output["metrics"], ranks.data)
         if output["model_output"] and results.token_outputs.tokens.records:
