@@ -514,6 +514,21 @@ def test_unsupported_model_is_refused_in_the_driver(tmp_path, fields, found):
     validate(path, f"{ACTOR}.prefix.schedule=stock")
 
 
+def test_verls_own_path_asks_nothing_of_a_model_that_the_workers_alone_know(tmp_path):
+    path = write_tiny_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "of_external_lib"}')
+    with pytest.raises(ValueError, match="of_external_lib"):
+        validate(path)
+    validate(path, f"{ACTOR}.prefix.schedule=stock")
+
+
+@pytest.mark.parametrize("text", ['{"peft_type": "LORA", "r": 8,', '{"peft_type": "NOPE"}'])
+def test_an_adapter_that_cannot_be_read_is_refused_by_its_key(model_path, tmp_path, text):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"lora_adapter_path={tmp_path}: its adapter_config.json cannot be read: "):
+        validate(model_path, f"actor_rollout_ref.model.lora_adapter_path={tmp_path}")
+
+
 def test_dropout_is_refused_with_the_overrides_that_turn_it_off(tmp_path):
     """Seed-OSS, which stock trains with."""
     path = write_tiny_model(tmp_path)  # for its tokenizer

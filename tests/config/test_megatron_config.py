@@ -8,6 +8,7 @@ import driver
 import pytest
 from driver import ACTOR, MODEL, REF, ROLES
 from hydra.errors import InstantiationException
+from transformers import GPT2Config
 from verl.workers.config import McoreActorConfig, McoreEngineConfig
 
 from verl_prefix.config import engines
@@ -37,7 +38,8 @@ def installed(monkeypatch):
 def paths(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("tiny")
     families = ("qwen3", "qwen3_moe", "phi3", "deepseek_v3", "glm4_moe", "qwen3_5_text", "qwen3_vl")
-    return {family: write_tiny_model(tmp / family, family=family) for family in families}
+    GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=64).save_pretrained(tmp / "gpt2")
+    return {family: write_tiny_model(tmp / family, family=family) for family in families} | {"gpt2": str(tmp / "gpt2")}
 
 
 @pytest.mark.parametrize(
@@ -201,6 +203,7 @@ REFUSED = [
         ("phi3", "", r"actor.megatron: .*phi3 model on Megatron: model_type=phi3; of megatron-core's .*schedule=stock"),
         ("qwen3_5_text", "", r"model_type=qwen3_5_text; of megatron-core's models those of llama"),
         ("qwen3_vl", "", r"model_type=qwen3_vl; of megatron-core's models those of llama"),
+        ("gpt2", f"{TP}=2", r"model_type=gpt2"),  # which has no intermediate_size
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_the_driver_by_its_key(paths, family, overrides, message):

@@ -482,7 +482,7 @@ def test_every_recorded_option_of_the_loss_is_replayed():
         ("--synthetic 8,8,2 --model x --truth-steps=-1", "--truth-steps: '-1': give a number of 0 or more"),
         ("--synthetic 8,8,1 --model x", "groups of one row has advantages of zero; give G of 2 or more"),
         ("--synthetic 8,8,2 --model /nowhere", "--model /nowhere has no config.json; give a model's folder"),
-        ("--synthetic 8,8,2 --model OUT/broken", "broken has a config.json that cannot be read; give another model's"),
+        ("--synthetic 8,8,2 --model OUT/broken", "broken: its config.json cannot be read here; give another model's"),
         ("--synthetic 8,8,2 --model OUT/odd", "odd, config.json: Validation error for field 'hidden_size'"),
         ("--synthetic 8,8,2 --model OUT/new", "new: The checkpoint you are trying to load has model type `qwen99`"),
         ("--synthetic 8,8,2 --model OUT/bare", "bare has no weights; give a folder with them"),

@@ -569,12 +569,19 @@ def test_a_script_that_is_not_read_to_the_end_is_told(tmp_path, capsys):
     assert script.expanded(words) == words and script.expanded(["bash", "-c", f"{RUN} a=1"])[-1] == "a=1"
 
 
+@pytest.mark.parametrize("call", ["srun -N1 bash", "bash"])
+def test_a_command_of_bash_c_is_no_file_however_long_and_comments_may_end_as_on_windows(tmp_path, call):
+    waits = "; ".join(["sleep 1"] * 50)
+    (tmp_path / "run.sh").write_bytes(f'# a note\r\n{call} -c "ray start --head; {waits}" &\n{RUN} a=1'.encode())
+    assert script.expanded([str(tmp_path / "run.sh")])[-1] == "a=1"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         (
             '[ $1 ] || { echo "first word: write a or b" >&2; exit 1; }\n',
-            "is written: it ends with 'first word: write a",
+            "is written, and ends with 'first word: write a or b'; give its arguments, or the words of",
         ),
         (f"{RUN} a=1\r\n", "has Windows line ends, which bash reads as parts of words: sed -i 's/\\r$//' "),
     ],
@@ -1156,7 +1163,7 @@ def test_train_files_are_json_too(data):
         ("--prompt-lengths 24,600", "--prompt-lengths '24,600': write MEAN,DEVIATION of the logarithm, as in 2400,0.4"),
         ("--turns 9999 --thinking 5 --say 5 --tool 5", "--turns 9999: give a number of at most 1000"),
         ("--config-path=DATA --config-name=odd", "/odd is no YAML: while parsing a flow sequence"),
-        ("~data", "data.train_files is in a section that another override removes (~); remove one of them"),
+        ("~data", "data.train_files is in a section that another override removes or replaces (~, =null); remove"),
         (
             f"data.max_response_length={10**20}",
             f"data.max_response_length={10**20}: set a number of at most 2147483647",

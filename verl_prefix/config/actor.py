@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from verl.workers.config import PolicyLossConfig
 
-from verl_prefix.config.engines import VEOMNI, Engine, slices_of
+from verl_prefix.config.engines import FSDP2, VEOMNI, Engine, slices_of
 from verl_prefix.config.model import check_model_family, check_sequence_parallel, read_hf_config, refuse
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.versions import check_versions, warn_once
@@ -265,7 +265,9 @@ class PrefixActor:
         """Ours of `validate`."""
         key, slices = slices_of("actor", self)
         check_sequence_parallel(key, slices, n_gpus=n_gpus, model_config=model_config)
-        hf_config = None if model_config is None else read_hf_config(model_config)
+        # FSDP2's stock path needs nothing of the model, whose type the workers alone may know.
+        reads = self.prefix.schedule != "stock" or self.on is not FSDP2 or self.engine.router_replay.mode != "disabled"
+        hf_config = read_hf_config(model_config) if reads and model_config is not None else None
         self.check_spread(n_gpus, hf_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
             warn_once(

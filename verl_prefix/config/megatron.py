@@ -118,7 +118,7 @@ class PrefixMegatronActorConfig(PrefixActor, McoreActorConfig):
         check_model_options(model_config)
         key, optimizer = "actor_rollout_ref.actor.optim.optimizer", self.optim.optimizer
         known = optimizer in ("adam", "sgd")
-        refuse(not known, f"{key}={optimizer}: megatron-core 0.16.1 builds adam and sgd alone; set one, {STOCK}")
+        refuse(not known, f"{key}={optimizer}: megatron-core 0.16.1 builds adam and sgd alone; set one of them")
         replay = self.megatron.router_replay.mode
         refuse(
             replay != "disabled" and not model_config.get("use_remove_padding"),

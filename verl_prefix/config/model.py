@@ -98,11 +98,19 @@ def check_adapter(model_config: Any) -> None:
     """Checks the adapter of `actor_rollout_ref.model` where this machine can see it; the worker checks any."""
     path = model_config.get("lora_adapter_path")
     if path and (Path(path) / "adapter_config.json").is_file():
-        from peft import PeftConfig
-
         from verl_prefix.models.support import check_adapters
 
-        adapted: Any = SimpleNamespace(peft_config={path: PeftConfig.from_pretrained(path)})
+        try:
+            from peft import PeftConfig
+
+            adapted: Any = SimpleNamespace(peft_config={path: PeftConfig.from_pretrained(path)})
+        except ImportError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            key = f"actor_rollout_ref.model.lora_adapter_path={path}"
+            raise ValueError(
+                f"{key}: its adapter_config.json cannot be read: {type(error).__name__}: {error}"
+            ) from error
         check_adapters(adapted)
 
 

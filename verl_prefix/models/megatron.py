@@ -30,8 +30,10 @@ def spread_sizes(config: PretrainedConfig, pads_vocab: bool) -> tuple[dict[str, 
     names = [] if config.model_type in ("qwen3_moe", "mixtral") else ["intermediate_size"]  # of dense layers
     names += [] if pads_vocab else ["vocab_size"]
     experts = "intermediate_size" if config.model_type == "mixtral" else "moe_intermediate_size"
-    of_experts = {experts: getattr(text, experts)} if num_experts(text) else {}
-    return {name: getattr(text, name) for name in names}, of_experts
+    of_experts = [experts] if num_experts(text) else []
+    # A model without such a field is refused by its type.
+    dense, sparse = ({x: getattr(text, x) for x in fields if hasattr(text, x)} for fields in (names, of_experts))
+    return dense, sparse
 
 
 def megatron_reasons(config: PretrainedConfig, override: Mapping[str, Any]) -> list[str]:

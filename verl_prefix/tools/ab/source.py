@@ -60,7 +60,7 @@ class Source:
         except ValueError as error:  # a type, or a value, that transformers does not know
             raise ValueError(f"--model {model}: {str(error).partition(chr(10))[0]}") from error
         if not readable:
-            raise ValueError(f"--model {model} has a config.json that cannot be read; give another model's folder")
+            raise ValueError(f"--model {model}: its config.json cannot be read here; give another model's folder")
         if (folder := Path(model)).is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
             raise ValueError(f"--model {model} has no weights; give a folder with them")
         self.manifest["model"]["path"] = str(model)

@@ -124,7 +124,7 @@ def _unknown(key: str, config: DictConfig) -> str:
     parent, _, leaf = key.rpartition(".")
     near = get_close_matches(leaf, (OmegaConf.select(config, parent) if parent else config) or (), n=1)
     if near == [leaf]:
-        return f"{key} is in a section that another override removes (~); remove one of them"
+        return f"{key} is in a section that another override removes or replaces (~, =null); remove one of them"
     return f"{key} is no key of this config" + "".join(
         f"; the nearest is {key.removesuffix(leaf)}{one}" for one in near
     )

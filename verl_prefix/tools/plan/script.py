@@ -91,7 +91,8 @@ def expanded(words: list[str]) -> list[str]:
         return words
     named = first if is_file else "the quoted command"
     text = first if is_quoted else Path(first).read_bytes().decode(errors="surrogateescape")
-    if is_file and "\r\n" in text:
+    ends = (line for line in text.split("\n") if line.endswith("\r") and not line.lstrip().startswith("#"))
+    if is_file and any(map(str.strip, ends)):
         raise PlanError(f"{named} has Windows line ends, which bash reads as parts of words: sed -i 's/\\r$//' {named}")
     arguments = [] if is_quoted else [str(Path(first).resolve()), *rest]
     calls = _trainings(text, arguments, named)
@@ -104,7 +105,8 @@ def expanded(words: list[str]) -> list[str]:
     if not trains:
         told = f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written"
         if said := _said_at_its_end(_trace(text, arguments, named)):
-            raise PlanError(f"{told}: it ends with {said!r}")
+            told += f", and ends with {said!r}; give its arguments, or"
+            raise PlanError(f"{told} the words of its training command, key=value ...")
         raise PlanError(f"{told}; give the words of its training command, key=value ...")
     command = next((words for words in trains if not any(map(VAL_ONLY.fullmatch, words))), trains[0])
     if len(trains) > 1:
@@ -122,7 +124,7 @@ def _trainings(text: str, words: list[str], named: str, depth: int = 0) -> list[
         if entry.startswith(": SCRIPT ") and depth < DEEP:
             _, _, folder, exports, *call = _words(entry) or [""] * 4
             script, *rest = [*itertools.dropwhile(lambda word: word.startswith("-"), call), ""]
-            if (path := Path(folder, script)).is_file():
+            if os.path.isfile(path := Path(folder, script)):  # of `bash -c` a command, which may be no name
                 inner = f"{exports}\nSCRIPT_SOURCE=$0\n{path.read_text(errors='surrogateescape')}"
                 found += _trainings(inner, [str(path.resolve()), *rest[:-1]], str(path), depth + 1)
         elif any(name in entry for name in ("main_ppo", "fully_async_main")) and _trains(command := _words(entry)):
@@ -147,7 +149,7 @@ def _sourced(entries: list[str]) -> dict[str, str]:
 
 
 def _say_what_was_not_read(entries: list[str]) -> None:
-    files = [name for name, path in _sourced(entries).items() if not Path(path).is_file()]
+    files = [name for name, path in _sourced(entries).items() if not os.path.isfile(path)]
     if files := [name for name in files if not name.endswith("activate")]:
         print(f"note: {', '.join(files)} was not read; what it sets is empty here", file=sys.stderr)
 
@@ -177,7 +179,7 @@ def _trace(text: str, words: list[str], named: str) -> list[str]:
     sourced = dict[str, str]()
     while True:
         entries = _traced(text, words, named, sourced)
-        found = {path for path in _sourced(entries).values() if Path(path).is_file()} - sourced.keys()
+        found = {path for path in _sourced(entries).values() if os.path.isfile(path)} - sourced.keys()
         if not found:
             return entries
         for path in found:
