@@ -127,6 +127,11 @@ def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_
     assert [[piece.rows for piece in one.groups] for one in pieces] == [[(0, 1)], [(2, 3)]], "no more than have to be"
 
 
+def test_prompts_of_one_key_have_one_length():
+    with pytest.raises(ValueError, match=r"rows \[0, 2\] have one key, 'a', and prompts of \[5, 6\] tokens"):
+        group_by_key(["a", "b", "a"], [5, 5, 6], [3, 3, 3])
+
+
 @hypothesis.given(SHAPES)
 def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(shape):
     groups = pass_order(groups_of(shape))

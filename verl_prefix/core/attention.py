@@ -209,24 +209,28 @@ class GroupedAttention(torch.autograd.Function):
         calls = layout.calls(params, q.device)
         all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
         dout = dout.contiguous()
+        own = [prefix.grad_at for call in calls for prefix in call.prefixes if prefix.level == len(caches)]
+        add_up = len(own) > 1 or any(isinstance(at, torch.Tensor) for at in own)  # else each key is read in one call
         for call in calls:
             at, keys, values = call.queries, call.keys(all_k), call.keys(all_v)
             dq_call, dk_call, dv_call = kernel.backward(dout[at], (q[at], keys, values, out[at], lse[:, at]), call)
             if call is calls[0]:
                 dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]
-                # Each call in which strands are read adds to their gradients: in fp32, as waves add to the grad cache.
+                # Gradients of strands from several calls add up in fp32, as those of waves in the grad cache.
+                wide = torch.promote_types(dk.dtype, torch.float32) if add_up else dk.dtype
                 strands = slice(layout.num_strand_tokens)  # the first tokens of the packed row
-                sums = [x[strands].to(torch.promote_types(x.dtype, torch.float32)) for x in (dk, dv)]
+                sums = [x[strands].to(wide) for x in (dk, dv)]
             else:
                 dq[at] += dq_call
             for prefix in call.prefixes:
                 grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
-                if prefix.level == len(caches):  # this packed row
+                if prefix.level == len(caches):  # this packed row; other levels have left autograd
                     for total, grad in zip(sums, grads, strict=True):
                         add_at(total, prefix.grad_at, grad)
                 elif ctx.needs_input_grad[-1]:  # of the anchor: is anything before it trained?
                     caches[prefix.level].add_grad(layer, prefix.grad_at, *grads)
-        dk[strands], dv[strands] = sums
+        if add_up:
+            dk[strands], dv[strands] = sums
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()

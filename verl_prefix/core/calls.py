@@ -208,7 +208,8 @@ def _cross_calls(
 
 
 def _blocks_of_calls(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-    """Yields the blocks of each cross call: all where no key is copied, else one, or several short ones."""
+    """Yields the blocks of each cross call: all blocks where their keys are one run, which is not copied. Else
+    neighbours share a call, up to `_MAX_COPIED` keys and `_MAX_JOINED` queries; a longer block has one of its own."""
     first = num_keys = num_queries = 0
     if not is_one_run([run for path, _ in blocks for run in path]):
         for i, (path, members) in enumerate(blocks):

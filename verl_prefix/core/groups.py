@@ -72,7 +72,8 @@ class Group:
 
     @functools.cached_property
     def num_strand_tokens(self) -> int:
-        """Number of tokens of the group's own strands, without the outer ones. In a group of one prompt it is P."""
+        """Number of tokens of the group's own strands, without the outer ones: those that this pass computes. In a
+        group of one prompt it is P, and 0 in its waves."""
         return sum(strand.end - strand.start for strand in self.strands[self.num_outer :])
 
     @property
@@ -82,7 +83,7 @@ class Group:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several rows share tokens."""
+        """Whether several rows share tokens that this pass computes."""
         return len(self.rows) > 1 and self.num_strand_tokens > 0
 
     @property
@@ -187,13 +188,15 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
         prompt_lens, response_lens: tokens of each row's prompt, at least one, and of its response.
 
     Raises:
-        ValueError: a prompt is empty.
+        ValueError: a prompt is empty, or prompts of one key have other lengths.
     """
     check_prompts(prompt_lens)
-    return [
-        Group.of_prompt(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows))
-        for rows in rows_by_key(keys).values()
-    ]
+    groups = []
+    for key, rows in rows_by_key(keys).items():
+        if len(lens := {prompt_lens[row] for row in rows}) > 1:
+            raise ValueError(f"rows {rows} have one key, {key!r}, and prompts of {sorted(lens)} tokens")
+        groups.append(Group.of_prompt(tuple(rows), lens.pop() - 1, tuple(response_lens[row] for row in rows)))
+    return groups
 
 
 def leave_out(groups: Sequence[Group], rows: Set[int]) -> tuple[list[Group], list[Group]]:

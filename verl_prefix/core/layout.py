@@ -26,7 +26,8 @@ from verl_prefix.core.groups import Fork, Group
 from verl_prefix.core.runs import Path, Segment, end_of, last_of, len_of, part_of, ranges
 from verl_prefix.core.states import StateIndex
 
-# What a packed row has: strands and suffixes; strands alone; or, in a wave, suffixes alone. Times and errors name it.
+# What a packed row has: strands and suffixes; strands alone; or suffixes alone, as in a wave. Times and errors name it.
+# A nested pass that also computes strands is "packed", though it runs in phase B.
 Phase = Literal["packed", "phase_a", "phase_b"]
 
 
@@ -58,8 +59,9 @@ class Layout:
         output_index: the outputs that rows read; None: those of all its suffix tokens, of which a phase A has none.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
             segments continue them, in the order of their ends.
-        outer: of a nested pass, the packed row of the phase A around it; else None.
-        num_strands: the first segments, which are strands.
+        outer: of a nested pass, the packed row of the phase A around it; else None. So `levels` has one entry more than
+            the pass has outer caches.
+        num_strands: how many of the first segments are strands.
         phase: which forward it is for; the same on every rank, also where this rank has a dummy.
     """
 
@@ -80,7 +82,7 @@ class Layout:
 
     @functools.cached_property
     def num_strand_tokens(self) -> int:
-        """Number of the first tokens, which are strands."""
+        """How many of the first tokens are of strands."""
         return sum(segment.length for segment in self.segments[: self.num_strands])
 
     @property
@@ -155,8 +157,8 @@ class Layout:
 
 
 def pass_order(groups: Sequence[Group]) -> list[Group]:
-    """Groups with suffix tokens; groups without a prefix come last. So the suffixes that read a prefix have no gaps
-    between them, and are one slice."""
+    """The groups with suffix tokens, those without a prefix last. Others are dropped. So the suffixes that read a
+    prefix have no gaps between them, and are one slice."""
     return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.num_strand_tokens == 0)
 
 
@@ -186,12 +188,13 @@ def build_layout(
         columns = zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, group.output_lens, strict=True)
         for row, fork, suffix_len, first_output, num_outputs in columns:
             first = int(offsets[row])
-            rows.append((first + first_output, num_outputs, suffix_len, paths[fork]))
+            rows.append(_Read(first + first_output, num_outputs, suffix_len, paths[fork]))
             if suffix_len:
                 suffixes.append((first + fork.start, Segment(suffix_len, paths[fork])))
     computed = [*strands, *(suffixes if phase != "phase_a" else ())]
     if not computed:
-        return Layout(torch.zeros(1, dtype=torch.int64), (Segment(1),), strand_starts=strand_starts, phase=phase)
+        first_token = torch.zeros(1, dtype=torch.int64)
+        return Layout(first_token, (Segment(1),), strand_starts=strand_starts, outer=outer, phase=phase)
     state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > own_start}
     layout = Layout(
         places=ranges([(place, segment.length) for place, segment in computed]),
@@ -221,17 +224,24 @@ def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
     return paths
 
 
-def _output_index(rows: Sequence[tuple[int, int, int, Path]], layout: Layout) -> OutputIndex | None:
-    """The outputs that rows read; None where they read the outputs of all suffix tokens, or nothing. A phase A reads
-    only outputs that it computes.
+class _Read(NamedTuple):
+    """What a row reads: `place` in the batch of its first output, and how many; `path` is before its suffix."""
 
-    Args:
-        rows: of each row the place of its first output, how many it reads, its number of suffix tokens, and the path
-            before these.
-    """
-    if all(num_outputs == suffix_len for _, num_outputs, suffix_len, _ in rows):
+    place: int
+    num_outputs: int
+    suffix_len: int
+    path: Path
+
+
+def _output_index(rows: Sequence[_Read], layout: Layout) -> OutputIndex | None:
+    """The outputs that rows read; None where they read the outputs of all suffix tokens, or nothing. A phase A reads
+    only outputs that it computes."""
+    if all(row.num_outputs == row.suffix_len for row in rows):
         return None
-    suffix_start = layout.own_start + layout.num_strand_tokens  # as if the prefix source had suffixes after all strands
+    # Suffixes are numbered as if they followed all strands in the prefix source. So path and suffix hold all of a row's
+    # tokens in one numbering, and the last of these compute its outputs. Such a number less the start of its level is
+    # the token's index in its packed row.
+    suffix_start = layout.own_start + layout.num_strand_tokens
     places, tokens = [], []
     for place, num_outputs, suffix_len, path in rows:
         num_read = num_outputs

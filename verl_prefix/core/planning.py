@@ -205,6 +205,7 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
         waves = tuple(planned.waves)
         others = planned.nested[len(waves) :]
         if any(wave.num_tokens > tokens for wave in waves):
+            # They leave strands of this phase A, so that `planned.groups` have their suffixes (`SplitGroup.phase_a`).
             rows = {row for wave in waves for piece in wave.groups for row in piece.rows}
             members = [[i for i, row in enumerate(group.rows) if row in rows] for group in planned.groups]
             waves = make_waves([g.with_rows(m) for g, m in zip(planned.groups, members, strict=True) if m], tokens)

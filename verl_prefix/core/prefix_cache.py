@@ -51,14 +51,14 @@ class PrefixCache:
     def capture(self, key: Key, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
         """Stores what a layer leaves in phase A. Gradient checkpointing calls it again in phase C; that stores nothing.
 
-        Reentrant checkpointing runs the layers of phase A without gradients, and only phase C shows which tensors need
-        gradients. So all of them get gradients.
+        Under reentrant checkpointing layers of phase A run without gradients, so that `requires_grad` says nothing yet.
+        All stored tensors then get gradients.
 
         Args:
             key: the layer's.
             tensors: what suffixes read.
-            beside: outputs that the layer returns, where these are not stored. Phase C reaches the layer through them.
-                So they join the autograd node of `tensors`.
+            beside: outputs of the layer that nobody reads from the cache, as a scan's outputs beside its states. Phase
+                C reaches the layer through them alone, so that they pass the autograd node of `tensors`.
 
         Returns:
             The same tensors, then `beside`. Backward through any of them adds the grad cache to the gradients of
@@ -178,7 +178,7 @@ class ReadPrefix(torch.autograd.Function):
 
 
 def add_at(total: torch.Tensor, at: slice | torch.Tensor, part: torch.Tensor) -> None:
-    """total[at] += part, where int64 indices may repeat; `total` is fp32 (fp64)."""
+    """total[at] += part. Indices, int64, may repeat; `total` is then fp32 (fp64)."""
     if isinstance(at, slice):
         total[at] += part
     else:

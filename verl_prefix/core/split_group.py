@@ -34,8 +34,8 @@ class SplitGroup:
                 self._strands.append(strand._replace(end=end, parent=self._numbers[strand.parent]))
 
     def phase_a(self) -> Group:
-        """The group of the phase A. Each row's suffix is all that follows phase A: rows that share a later strand each
-        count its tokens. Read its strands and outputs, not its number of suffix tokens."""
+        """The group of the phase A. A row's suffix is all that follows phase A: where that has strands, too, each row
+        counts their tokens. So its number of suffix tokens is too large."""
         group, ends = self._group, self._ends
         forks = []
         for fork in group.forks:
