@@ -15,6 +15,7 @@ from verl_prefix.config.actor import LOSSES_OF_ROWS, MULTIPLES_OF_ADVANTAGE
 from verl_prefix.core.groups import Group, leave_out
 from verl_prefix.engine import loss as losses
 from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.together import ExchangeError
 from verl_prefix.testing import write_tiny_model
 
 PHASED = {"schedule": "phased", "wave_tokens": 40}
@@ -51,6 +52,7 @@ CASES = {
         for mode in MULTIPLES_OF_ADVANTAGE[1:]
     },
 }  # fmt: skip
+PACKED = {"schedule": "packed", "entropy_coeff": 0.0, "verify": "off", "skip_zero_advantage": True}
 QUICK = ("rows_of_live_groups", "all_dead_phased_exchanged", "turns_rows")
 # Each option of theirs is in another case of CI, and every loss in test_engine_equivalence.py: left to make test-full.
 ALIKE = (
@@ -233,6 +235,44 @@ def test_a_loss_that_cannot_is_refused_and_what_needs_every_row_gets_it(ranks, m
     ((unknown, entropy, *rows),) = ranks(1, models)(_refuses)
     assert "not verl's own" in unknown and "entropy_coeff=0.1; set it to 0" in entropy
     assert rows == [0, 0]
+
+
+def _one_rank_fails(models: dict) -> str:
+    engine = SHARED("prefix", models["qwen3"], PACKED)
+
+    def fails(loss: losses.Loss, rows: BatchRows) -> frozenset[int]:
+        raise ValueError("injected")
+
+    with pytest.MonkeyPatch.context() as patch, engine.train_mode(disable_auto_offload=True):
+        if get_rank() == 0:
+            patch.setattr(losses.Loss, "find_dead", fails)
+        with pytest.raises((ValueError, ExchangeError)) as raised:
+            engine.forward_backward_batch(_batch(get_rank(), 200, PACKED), _loss(PACKED))
+    return str(raised.value)
+
+
+def test_where_one_rank_cannot_say_which_rows_are_dead_the_others_do_not_wait(ranks, models):
+    failed, other = ranks(2, models)(_one_rank_fails)
+    assert failed == "injected" and "rank 0" in other
+
+
+def _nothing_to_compute(models: dict) -> list[float]:
+    """Passes that were not finite, of a rank without response tokens under a mean that divides by their number."""
+    options = {"schedule": "packed", "verify": "off", "empty": EVERYONE}
+    engine = SHARED("prefix", models["qwen3"], options)
+
+    def mean(model_output: dict, data: object, dp_group: object) -> tuple[torch.Tensor, dict]:
+        return model_output["log_probs"].values()[:0].mean(), {}
+
+    with engine.train_mode(disable_auto_offload=True):
+        output = engine.forward_backward_batch(_batch(0, 200, options), lambda **named: mean(**named))
+    assert all(loss != loss for loss in output["loss"])
+    return output["metrics"]["prefix/nonfinite_passes"]
+
+
+@pytest.mark.ci
+def test_a_mean_of_no_token_is_no_pass_that_is_not_finite(ranks, models):
+    assert ranks(1, models)(_nothing_to_compute) == [[0.0]]
 
 
 def test_whole_units_are_left_out():
