@@ -55,7 +55,7 @@ ADDED := $(VLLM) $(foreach name,trl veomni megatron newest,.venv-$(name)/$(first
 test-vllm := tests/cpu/test_vllm.py
 test-trl := tests/clients
 test-newest := $(PARALLEL) -m 'not full and not ci' tests/models tests/api \
-	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload schedule shards trees)
+	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload runner shards trees)
 ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py \
 	tests/engine/test_verls_clients.py
 WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/engine/test_verify.py tests/tools/test_bench.py
