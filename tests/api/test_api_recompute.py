@@ -249,9 +249,9 @@ def adapter_weights_set_through_data():
 
 
 def training_with_dropout():
-    model = build().eval()
+    model = build()
     model.model.layers[1].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.5))
-    return model, lambda: model.train()
+    return model.eval(), lambda: model.train()
 
 
 CHANGES = [
