@@ -57,7 +57,7 @@ ON_A_STAGE: dict[str, tuple[dict[str, Any], int | str, bool, list[str]]] = {
     "phase A": (PHASED, 1, False, ["verl_prefix was in phase_a, rank {0}: ", "actor.prefix.offload=True"]),
     "wave": (PHASED, 3, False, WAVE_2),
     "backward of a wave": (PHASED, 3, True, WAVE_2),
-    "phase C": (PHASED, 1, True, ["verl_prefix was in phase_c, rank {0}: ", "enable_gradient_checkpointing=True"]),
+    "phase C": (PHASED, 1, True, ["verl_prefix was in phase_c, rank {0}: ", "recompute_granularity=full"]),
     "step": (PHASED, "step", False, ["in optimizer_step"]),
     "packed": (PACKED, 1, False, ["verl_prefix was in packed, rank {0}: ", "actor.prefix.schedule=phased"]),
     "backward of packed": (PACKED, 1, True, ["verl_prefix was in packed, rank {0}: ", "actor.prefix.schedule=phased"]),
