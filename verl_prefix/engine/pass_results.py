@@ -89,12 +89,10 @@ class PassResults:
             with torch.no_grad(), self._backend.autocast():
                 nothing = Layout(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
                 self.step(nothing, self.token_outputs.empty())
-            step = self._results[-1]
             # No pass has computed it: its loss, of no token, may be NaN. Its metrics are for a rank without passes.
-            self._results[-1] = step._replace(finite=torch.ones_like(step.finite))
-            if len(self._results) > 1:
-                step.output["metrics"] = {}
-                self._results[-1] = self._results[-1]._replace(counts=False)
+            step, alone = self._results[-1], len(self._results) == 1
+            step.output["metrics"] = step.output["metrics"] if alone else {}
+            self._results[-1] = step._replace(finite=torch.ones_like(step.finite), counts=step.counts and alone)
         if any(result.counts for result in self._results):  # else every rank still needs one set of metrics
             for result in self._results:
                 result.output["metrics"] = result.output["metrics"] if result.counts else {}
