@@ -76,7 +76,7 @@ class Size:
 # rewards differ.
 LETTERS = "pkg://verl_prefix.testing:letter_share"
 SIZES = {
-    "smollm2": Size(1, 6, 2, 512, 16, 1e-6, LETTERS, 900, short=True, seconds=(150, 45)),
+    "smollm2": Size(1, 6, 2, 512, 16, 1e-6, LETTERS, 900, short=True, seconds=(160, 60)),
     "tiny": Size(2, 8, 5, 4096, 24, 1e-3, LETTERS, 600),
     "qwen2_5_vl": Size(2, 8, None, 4096, 24, 1e-4, LETTERS, 600, remove_padding=False),
     "qwen3_vl": Size(2, 8, None, 4096, 24, 1e-4, LETTERS, 600),
@@ -187,10 +187,12 @@ def run_recipe(script: str, *flags: str, **options: object) -> None:
         raise SystemExit(f"recipes/{script} failed with the message above; it ran as: {' '.join(command)}")
 
 
-def run_arm(name: str, arguments: list[str], output: Path, size: Size, progress: Progress) -> demo_verdict.Arm:
+def run_arm(
+    name: str, arguments: list[str], output: Path, size: Size, ranks: int, progress: Progress
+) -> demo_verdict.Arm:
     """Train one arm and return what became of it; every second, show its phase and step."""
     log_path, metrics_path = output / f"{name}.log", output / f"{name}.jsonl"
-    env = environment(metrics_path)
+    env = environment(metrics_path, ranks)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
     command.append(f"hydra.run.dir={output / 'hydra' / name}")
     arm = demo_verdict.Arm(name, metrics_path, log_path, None, 0.0)
@@ -319,18 +321,14 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
         arms["prefix"] += [f"{key}={size.turns}" for key in MICRO_BATCHES]
     columns = [TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TextColumn("{task.fields[phase]}"), console=console) as progress:
-        stock = run_arm("stock", [*shared, *arms["stock"]], output, size, progress)
+        stock = run_arm("stock", [*shared, *arms["stock"]], output, size, args.ranks, progress)
         if stock.error:
-            skipped = {
-                "name": "prefix",
-                "error": "not started, because the stock arm failed",
-                "seconds": 0.0,
-                "memory_mib": {},
-            }
+            error = "not started, because the stock arm failed"
+            skipped = {"name": "prefix", "error": error, "seconds": 0.0, "memory_mib": {}}
             paths = {"metrics_path": output / "prefix.jsonl", "log_path": output / "prefix.log"}
             prefix = replace(stock, **skipped, **paths)
         else:
-            prefix = run_arm("prefix", [*shared, *arms["prefix"]], output, size, progress)
+            prefix = run_arm("prefix", [*shared, *arms["prefix"]], output, size, args.ranks, progress)
     turns = f" x {size.turns} turns" if size.turns > 1 else ""
     workload = f"{size.prompts} prompt{'s' * (size.prompts > 1)} x {size.rollouts} rollouts{turns}"
     config = {

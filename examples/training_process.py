@@ -62,8 +62,9 @@ def memory_mib(session: int) -> dict[str, float]:
     return in_use
 
 
-def environment(metrics: Path) -> dict[str, str]:
-    """A training's environment variables; verl's file logger writes to `metrics`."""
+def environment(metrics: Path, ranks: int = 1) -> dict[str, str]:
+    """A training's environment variables; verl's file logger writes to `metrics`. Its `ranks` use all cores: Ray gives
+    a worker one thread, unless OMP_NUM_THREADS says how many."""
     env = os.environ | {
         "VERL_PLATFORM": "cpu",
         "VERL_FILE_LOGGER_PATH": str(metrics),
@@ -74,5 +75,6 @@ def environment(metrics: Path) -> dict[str, str]:
         "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // ranks)))
     env.pop("RAY_ADDRESS", None)
     return env

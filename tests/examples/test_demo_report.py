@@ -220,6 +220,18 @@ def test_committed_reports_hold_what_follows_from_their_steps(demo_verdict: Modu
         assert report == again, f"run python examples/demo_report.py {path.relative_to(ROOT)}"
 
 
+def test_a_training_uses_all_cores_unless_told_otherwise(
+    demo_verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import training_process
+
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 5)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [training_process.environment(tmp_path, ranks)["OMP_NUM_THREADS"] for ranks in (1, 2, 8)] == ["5", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert training_process.environment(tmp_path, 2)["OMP_NUM_THREADS"] == "3"
+
+
 def test_leaving_a_run_ends_what_it_started_in_other_process_groups(demo_verdict: ModuleType, tmp_path: Path) -> None:
     import training_process
 
@@ -260,7 +272,7 @@ def test_an_arm_that_is_slow_goes_on_and_one_that_stands_still_is_ended(
     monkeypatch.setattr(demo, "time", clock)
     monkeypatch.setattr(demo, "process_group", process_group)
     monkeypatch.setattr(demo, "memory_mib", lambda _: {})
-    arm = demo.run_arm("stock", [], tmp_path, demo.SIZES["smollm2"], Progress(disable=True))
+    arm = demo.run_arm("stock", [], tmp_path, demo.SIZES["smollm2"], 1, Progress(disable=True))
     assert arm.error == error
 
 
@@ -295,10 +307,10 @@ def test_a_run_leaves_the_report_of_another_alone_and_says_how_long_it_takes(
         demo.main()
     assert {path.read_text() for path in tmp_path.rglob("report.json")} == {"run", "run-2"}
     said = capsys.readouterr().out
-    assert f"report in {tmp_path}/run-3\nabout 5 minutes on two idle cores; other work keeps 5.2 cores busy" in said
+    assert f"report in {tmp_path}/run-3\nabout 6 minutes on two idle cores; other work keeps 5.2 cores busy" in said
     pages = [" ".join((ROOT / page).read_text().split()) for page in ("README.md", "examples/README.md")]
-    assert "takes about 5 minutes on two idle cores" in pages[0]
-    assert "with its actor and with ours | 5 minutes;" in pages[1]
+    assert "On two idle cores the demo then takes 5 to 7 minutes" in pages[0]
+    assert "with its actor and with ours | 5 to 7 minutes;" in pages[1]
 
 
 def test_numbers_that_are_zero_to_rounding_have_no_relative_difference(run: Callable) -> None:
