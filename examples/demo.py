@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from smollm2 import smollm2
 from training_process import ROLES, ROOT, environment, memory_mib, process_group
 
-from verl_prefix.tools.arguments import Parser, folder_to_write
+from verl_prefix.tools.arguments import Parser, at_least, file_to_read, folder_to_write
 
 RECIPES = ROOT / "recipes"
 NUM_STEPS = 3  # of which the sizes' time limits are
@@ -250,19 +250,19 @@ def main() -> int:
     parser.add_argument("--rollout", choices=["hf", "vllm"], default="hf", help="what generates the responses")
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help="data-parallel ranks")
     parser.add_argument("--schedule", choices=["auto", "packed", "phased"], default="auto", help="of the prefix arm")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="training steps of each arm")
-    parser.add_argument("--turns", type=int, default=1, help="rows of a session, one per turn; text models")
-    parser.add_argument("--frame-pixels", type=int, help="of a video's frame, at most; vision models")
-    parser.add_argument("--data", type=Path, help="a file of MuSiQue, or of Video-R1, instead of made-up questions")
+    parser.add_argument("--steps", type=at_least(1), default=NUM_STEPS, help="training steps of each arm")
+    parser.add_argument("--turns", type=at_least(1), default=1, help="rows of a session, one per turn; text models")
+    parser.add_argument("--frame-pixels", type=at_least(1), help="of a video's frame, at most; vision models")
+    parser.add_argument(
+        "--data", type=file_to_read, help="a file of MuSiQue, or of Video-R1, instead of made-up questions"
+    )
     parser.add_argument("--output", type=_free, default=str(ROOT / "outputs" / "demo"),
         help="folder of the report; where it has one already, the first free of NAME-2, NAME-3, ...")  # fmt: skip
     args = parser.parse_args()
     console = Console()
-    if args.steps < 1:
-        parser.error(f"--steps {args.steps}: train at least one step")
     output, size = args.output, replace(SIZES[args.model], steps=args.steps)
-    if args.turns < 1 or (args.turns > 1 and args.model in VISION):
-        parser.error(f"--turns {args.turns}: 1 or more, and 1 of {' and '.join(VISION)}")
+    if args.turns > 1 and args.model in VISION:
+        parser.error(f"--turns {args.turns}: 1 of {' and '.join(VISION)}")
     if args.turns > 1:  # about as many rows
         size = replace(size, turns=args.turns, rollouts=max(2, size.rollouts // args.turns))
     if args.model in VISION:
@@ -272,8 +272,6 @@ def main() -> int:
         if args.model not in VISION or args.frame_pixels < 64:
             parser.error(f"--frame-pixels {args.frame_pixels}: of {' or '.join(VISION)}, 64 or more")
         size = replace(size, frame_pixels=args.frame_pixels)
-    if args.data and not args.data.is_file():
-        parser.error(f"--data {args.data}: no such file")
     output.mkdir(parents=True, exist_ok=True)
     with (output / ".lock").open("w") as lock:
         try:

@@ -8,11 +8,9 @@ scored (mean log-prob). Prints the best answers, the largest difference to HF's 
 ratio of times. This is the multi-question judge of the Prefix Grouper paper (arXiv 2506.05433).
 """
 
-import argparse
 import os
 import tempfile
 import time
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: spinning takes up to 5 times the CPU time
 
@@ -21,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_prefix import response_log_probs
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.tools.arguments import Parser, at_least, file_to_read, model_to_read
 
 COST = "About 10 seconds on two idle cores; nothing is downloaded."
 
@@ -45,11 +44,15 @@ def whole_rows(model: torch.nn.Module, text: list[int], responses: list[list[int
 
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=COST, allow_abbrev=False)
-    parser.add_argument("--model", help="a causal LM's name or folder; a random tiny one if left out")
-    parser.add_argument("--text", type=Path, help="a text file; a few sentences about rivers if left out")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of one pass, the text counted once")
-    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
+    parser = Parser(description=__doc__.splitlines()[0], epilog=COST)
+    parser.add_argument(
+        "--model", type=model_to_read, help="a causal LM's name or folder; a random tiny one if left out"
+    )
+    parser.add_argument("--text", type=file_to_read, help="a text file; a few sentences about rivers if left out")
+    parser.add_argument(
+        "--max-tokens", type=at_least(1), default=8192, help="tokens of one pass, the text counted once"
+    )
+    parser.add_argument("--threads", type=at_least(1), default=2, help="of torch on a CPU")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
 

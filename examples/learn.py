@@ -30,7 +30,7 @@ from smollm2 import smollm2
 from training_process import environment, process_group
 
 from verl_prefix.files import write_whole
-from verl_prefix.tools.arguments import Parser, folder_to_write
+from verl_prefix.tools.arguments import Parser, at_least, folder_to_write
 
 # Questions and seed of each world; `tune` is to look for other settings on (`--test tune`). Seeds 4, 5 and 7 were held
 # out for settings that failed (examples/results): the next setting wants another, which its test tells to be apart.
@@ -207,15 +207,13 @@ def _shown(command: list[str]) -> str:
 def main() -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--arm", choices=demo.ARMS, default="prefix")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=SIZE.steps, help="of a run")
+    parser.add_argument("--seed", type=at_least(0), default=1)
+    parser.add_argument("--steps", type=at_least(1), default=SIZE.steps, help="of a run")
     parser.add_argument("--lr", type=float, default=SIZE.lr)
-    parser.add_argument("--minutes", type=float, default=45, help="of this call; another one goes on")
+    parser.add_argument("--minutes", type=at_least(1, float), default=45, help="of this call; another one goes on")
     parser.add_argument("--test", choices=["test", "tune"], default="test", help="tune: to look for other settings")
     parser.add_argument("--output", type=folder_to_write, default=str(demo.ROOT / "outputs" / "learn"))
     args = parser.parse_args()
-    if args.steps < 1 or args.minutes <= 0 or args.seed < 0:
-        parser.error("--steps and --minutes are above 0, --seed is not below")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that what it started ends too
     deadline = time.monotonic() + 60 * args.minutes - 20  # until its last process has gone
     output, size, console = args.output.resolve(), replace(SIZE, steps=args.steps, lr=args.lr), Console()

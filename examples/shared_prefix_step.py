@@ -7,7 +7,6 @@ Random prompts and responses, the reward is the share of even tokens. Prints for
 largest relative difference of a parameter's gradient to HF's own forward row by row, and the ratio of times.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl_prefix import phased_update, response_log_probs
+from verl_prefix.tools.arguments import Parser, at_least, model_to_read
 
 COST = "About 20 seconds on two idle cores; nothing is downloaded."
 
@@ -33,13 +33,17 @@ def step(model: torch.nn.Module, run: Callable[[], None], device: str) -> tuple[
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=COST, allow_abbrev=False)
-    parser.add_argument("--model", help="a causal LM's name or folder; a random small Llama if left out")
+    parser = Parser(description=__doc__.splitlines()[0], epilog=COST)
+    parser.add_argument(
+        "--model", type=model_to_read, help="a causal LM's name or folder; a random small Llama if left out"
+    )
     for name, default in {"prompts": 2, "group": 8, "prompt-len": 1024, "response-len": 64, "wave-tokens": 128}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=at_least(2 if name == "group" else 1), default=default)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
+    parser.add_argument("--threads", type=at_least(1), default=2, help="of torch on a CPU")
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch.cuda.is_available() is False; use --device cpu")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     sizes = dict(vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8)

@@ -10,7 +10,7 @@ prompts shared alone and for trees the tokens computed, the loss, the largest re
 gradient to the rows alone, and seconds.
 """
 
-import argparse
+import math
 import os
 import time
 from collections.abc import Callable
@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl_prefix import phased_update, response_log_probs
+from verl_prefix.tools.arguments import Parser, at_least, model_to_read
 
 COST = "About 30 seconds on two idle cores; nothing is downloaded."
 
@@ -37,14 +38,20 @@ def search(model: torch.nn.Module, prompt: torch.Tensor, ways: list[int], turn: 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=COST, allow_abbrev=False)
-    parser.add_argument("--model", help="a causal LM's name or folder; a random small Llama if left out")
-    parser.add_argument("--ways", type=int, nargs="+", default=[3, 3, 2], help="continuations of each level's turns")
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--prompt-len", type=int, default=256)
-    parser.add_argument("--turn-len", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
+    parser = Parser(description=__doc__.splitlines()[0], epilog=COST)
+    parser.add_argument(
+        "--model", type=model_to_read, help="a causal LM's name or folder; a random small Llama if left out"
+    )
+    parser.add_argument(
+        "--ways", type=at_least(1), nargs="+", default=[3, 3, 2], help="continuations of each level's turns"
+    )
+    parser.add_argument("--prompts", type=at_least(1), default=2)
+    parser.add_argument("--prompt-len", type=at_least(1), default=256)
+    parser.add_argument("--turn-len", type=at_least(1), default=64)
+    parser.add_argument("--threads", type=at_least(1), default=2, help="of torch on a CPU")
     args = parser.parse_args(argv)
+    if math.prod(args.ways) < 2:
+        parser.error(f"--ways {' '.join(map(str, args.ways))}: give one level 2 or more, so that turns branch")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     sizes = dict(vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8)

@@ -7,9 +7,10 @@ log-probs and their backward take. `SharedPrefixGRPOTrainer` is all that a train
 file says which options of TRL keep groups whole.
 """
 
-import argparse
+import importlib.util
 import json
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -19,6 +20,10 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: spinning takes up to 5 times the CPU time
 
 import torch
+
+if __name__ == "__main__" and importlib.util.find_spec("trl") is None:
+    sys.exit("trl_grpo.py needs trl: make setup-trl; .venv-trl/bin/python examples/trl_grpo.py")
+
 import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,6 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from verl_prefix import response_log_probs
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.tools.arguments import Parser, at_least
 from verl_prefix.tools.report import provenance
 
 
@@ -161,15 +167,15 @@ def compare(ours: GRPOTrainer, stock: GRPOTrainer) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", help="a causal LM's folder, smollm2 (as `make demo` has it); small and random if out"
     )
-    parser.add_argument("--max-tokens", type=int, help="of one pass; larger batches go in waves")
+    parser.add_argument("--max-tokens", type=at_least(1), help="of one pass; larger batches go in waves")
     parser.add_argument("--options", type=json.loads, default={}, help="json of GRPOConfig")
     for name, default in {"prompts": 1, "group": 8, "prompt-words": 400, "response-len": 24, "steps": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU")
+        parser.add_argument(f"--{name}", type=at_least(1), default=default)
+    parser.add_argument("--threads", type=at_least(1), default=2, help="of torch on a CPU")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     prompts = [

@@ -600,6 +600,7 @@ def test_a_command_that_only_validates_is_said_to_be_one(folder):
 
 def test_a_script_without_a_training_command_is_named(tmp_path, capsys, monkeypatch):
     for text, says, seconds in (("echo python3", "comes to no python3 -m verl.trainer.main_ppo", 600),
+                                (f"if true; then\n{RUN} a=1", "is no script that bash can read: line 3: syntax", 600),
                                 ("while :; do :; done", "takes over 0.5 s to read", 0.5)):  # fmt: skip
         monkeypatch.setattr(script, "SECONDS", seconds)
         (tmp_path / "train.sh").write_text(text)
@@ -1214,7 +1215,9 @@ def test_train_files_are_json_too(data):
         (f"{PREFIX}.schedul=auto", f"{PREFIX}.schedul is no key of this config; the nearest is {PREFIX}.schedule"),
         (f"{ACTOR}.megatron.x=2", f"{ACTOR}.megatron.x is of verl's Megatron engine; set model_engine=megatron"),
         (f"model_engine=veomni {ACTOR}.fsdp_config.x=2", "is of verl's FSDP2 engine; set model_engine=dp"),
-        ("model_engine=bogus", "model_engine=bogus is none of verl's; set one of dp, veomni, megatron"),
+        ("model_engine=bogus", "model_engine=bogus is no engine; set one of prefix, prefix_veomni, prefix_megatron"),
+        ("model_engine=prefx", "model_engine=prefx is no engine; the nearest is prefix"),
+        ("=3", "'=3' is no Hydra override (key=value)"),
         ("data.seed=a=b", "the overrides do not compose: data.seed=a=b: mismatched input '='"),
         ("+algorithm.adv_estimator=grpo", "the overrides do not compose: Could not append to config. An item is"),
         ("actor@actor_rollout_ref.actor=dp_actor", "verl.workers.config.FSDPActorConfig, and model_engine=prefix"),

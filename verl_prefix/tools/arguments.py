@@ -3,10 +3,13 @@ value seen and what to type instead. The readers are argparse's `type`."""
 
 import argparse
 import math
+import re
 import tempfile
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,6 +59,21 @@ def at_least(least: float, kind: type = int) -> Callable[[str], Any]:
         return value
 
     return read
+
+
+def file_to_read(text: str) -> Path:
+    """Reader of a file that is there."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{path} is no file here; name one that is")
+    return path
+
+
+def model_to_read(text: str) -> str:
+    """Reader of a model's folder, or of its name on the hub, which is not asked yet."""
+    if not Path(text, "config.json").is_file() and (Path(text).is_dir() or not HUB_NAME.fullmatch(text)):
+        raise argparse.ArgumentTypeError(f"{text} has no config.json; name a model's folder, or a model of the hub")
+    return text
 
 
 def file_to_write(text: str) -> Path:

@@ -87,7 +87,9 @@ def model_engine(config_name: str, words: list[str], config_path: str = CONFIG_P
             can = f"prefixes can be shared in trainings with model_engine={shared}"
             raise Unsupported(f"this trains with {name}; {can}")
     if asked not in ours:
-        raise PlanError(f"model_engine={asked} is none of verl's; set one of {shared}")
+        near = get_close_matches(asked, {*ours, *others}, n=1)
+        told = f"the nearest is {near[0]}" if near else f"set one of {', '.join(engine.name for engine in ENGINES)}"
+        raise PlanError(f"model_engine={asked} is no engine; {told}")
     return asked
 
 

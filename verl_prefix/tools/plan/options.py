@@ -43,7 +43,7 @@ def override_words(words: list[str]) -> list[str]:
     start = next((i + 1 for i, word in enumerate(words) if MAIN.fullmatch(word)), 0)
     kept = [word for word in words[start:] if word.strip("\\ \t\n") and word not in LEFTOVERS]
     for word in kept:
-        if word.startswith("-") or not ("=" in word or word.startswith("~")):
+        if word.startswith(("-", "=")) or not ("=" in word or word.startswith("~")):
             raise PlanError(
                 f"{word!r} is no Hydra override (key=value) and no script that is here; give the overrides of the "
                 "training command, or the whole command: python3 -m verl.trainer.main_ppo key=value ..."

@@ -102,6 +102,8 @@ def expanded(words: list[str]) -> list[str]:
     if not trains and (sft := SFT.search(text)):
         told = f"not supported: {named} trains by {sft[0]}, whose rows share no prompt"
         raise PlanError(f"{told}; plan is for training by verl.trainer.main_ppo")
+    if not trains and (wrong := _syntax_error(text)):
+        raise PlanError(f"{named} is no script that bash can read: {wrong}")
     if not trains:
         told = f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written"
         if said := _said_at_its_end(_trace(text, arguments, named)):
@@ -132,6 +134,14 @@ def _trainings(text: str, words: list[str], named: str, depth: int = 0) -> list[
             if end := next((entry for entry in entries[:i] if re.match(r"exit\b", entry)), None):
                 print(f"note: {named} ends with {end.strip()} before it trains; it was read on", file=sys.stderr)
     return found
+
+
+def _syntax_error(text: str) -> str:
+    """What bash says of a script that it cannot read to its end; "" where it can."""
+    check, script = ["/bin/bash", "-n", "/dev/stdin"], text.encode(errors="surrogateescape")
+    said = subprocess.run(check, input=script, capture_output=True, check=False, env={"LC_ALL": "C.UTF-8"}).stderr
+    first, _, _ = said.decode(errors="replace").removeprefix("/dev/stdin: ").partition("\n")
+    return first
 
 
 def _said_at_its_end(entries: list[str]) -> str:
