@@ -117,12 +117,13 @@ RUNS = {
     "offloaded": dict(budget=24, offload=True),
     "chunks": dict(budget=30, logits_chunk=3),
 }
+MARKS = {"qwen3": ()} | dict.fromkeys(("qwen3.5", "granite4-h", "gpt-oss-window-9"), pytest.mark.ci)
 CHECKPOINTED = {"checkpointed": False, "reentrant": True, "kept attention": False}
 
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(one, marks=() if one == "qwen3" else pytest.mark.ci) for one in FAMILIES],
+    [pytest.param(one, marks=MARKS.get(one, pytest.mark.full)) for one in FAMILIES],
 )
 def test_nested_passes_equal_hf(family, float64_inside):  # noqa: F811
     model = build(family, torch.float64)

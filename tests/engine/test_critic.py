@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from engines import TOLERANCE, _batch, _compare, _engine, _half_errors, _loss, _measure, _relative, _responses
+from pairs import every_value
 from shared_models import SharedModels
 from torch.distributed import get_rank
 
@@ -43,6 +44,7 @@ CASES = {
     "gpt_oss_phased": PHASED,
 }  # hybrids: test_fuzz.py  # fmt: skip
 QUICK = ("exchanged", "turns_phased_exchanged", "turns", "padded", "ulysses", "auto")
+IN_CI = every_value(CASES, QUICK)
 FAMILIES = ("gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3")
 MISSED = "prefix.verify, update 1: values differ from the stock path's"
 SHARED = SharedModels(_engine)  # on ranks
@@ -78,7 +80,8 @@ def models(tmp_path_factory):
 
 
 def _world(world: int, case: str) -> object:
-    marks = () if world == 2 and case in QUICK else pytest.mark.ci if world == 2 else pytest.mark.full
+    in_ci = world == 2 and (case in IN_CI or case in FAMILIES)
+    marks = () if world == 2 and case in QUICK else pytest.mark.ci if in_ci else pytest.mark.full
     return pytest.param(world, case, marks=marks, id=f"{world}-{case}")
 
 

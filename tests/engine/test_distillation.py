@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 import torch
 from engines import PAD, TOLERANCE, _batch, _engine, _loss, _relative, _responses
+from pairs import every_value
 from shared_models import SharedModels
 from teachers import ONLY, distillation_loss, tell_update
 from torch.distributed import all_reduce, get_rank, get_world_size
@@ -74,6 +75,7 @@ QUICK = (
     "logits_in_chunks_phased_only", "topk_as_reward", "k1_as_reward",
 )  # fmt: skip
 ALONE = ("packed_only", "entropy_only")  # on one rank in make test
+IN_CI = every_value(CASES, QUICK)
 SHARED = SharedModels(_engine)  # on ranks
 
 
@@ -157,7 +159,8 @@ def models(tmp_path_factory):
 
 def _world(world: int, case: str) -> object:
     quick = case in (ALONE if world == 1 else QUICK)
-    return pytest.param(world, case, marks=() if quick else pytest.mark.ci if world == 2 else pytest.mark.full)
+    in_ci = world == 2 and case in IN_CI
+    return pytest.param(world, case, marks=() if quick else pytest.mark.ci if in_ci else pytest.mark.full)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ CHECKED = (
     "lm_head_trained_phased", "reshard_off", "turns", "turns_phased",
 )  # fmt: skip
 
-# On one rank: what they change is the same on every rank. Others have two in make test, and one as well in CI.
+# On one rank: what they change is the same on every rank. Others have two in make test.
 ALONE = (
     "phased_waves_almost_the_budget", "auto_small_budget", "reference_attention",
     "padded_model_inputs", "no_entropy", "entropy_chunked_and_checkpointed", "temperature_per_row",
@@ -194,7 +194,7 @@ ALONE = (
     "activation_offload_gate_shut",
 )  # fmt: skip
 
-# On one rank in CI: each option of theirs is in a case of make test, alone or with others.
+# Left to make test-full: each option of theirs is in a case of make test, alone or with others.
 ALIKE = (
     "phased_waves_of_some_rows", "static_batch_size", "temperature", "loss_token-sum", "loss_seq-mean-token-sum",
     "loss_seq-mean-token-mean", "gradient_checkpointing_phased", "offload_checkpointed", "logits_in_chunks", "lora",
@@ -1085,10 +1085,8 @@ def _assert_equal(results: list[dict]) -> None:
 
 
 def _marks(world: int, case: str) -> tuple | pytest.MarkDecorator:
-    """make test has every case but ALIKE, which CI has, on one number of ranks; the other is left to make test-full."""
-    if world != (1 if case in (*ALONE, *ALIKE, *ONE) else 2):
-        return pytest.mark.full
-    return pytest.mark.ci if case in ALIKE else ()
+    """make test has every case but ALIKE on one number of ranks; ALIKE, and the other, are left to make test-full."""
+    return () if case not in ALIKE and world == (1 if case in (*ALONE, *ONE) else 2) else pytest.mark.full
 
 
 @pytest.mark.parametrize(

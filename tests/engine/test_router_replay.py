@@ -7,6 +7,7 @@ import pytest
 import torch
 from engines import TOLERANCE, _batch, _engine, _loss, _relative, _responses, as_batch
 from forced_routes import forced
+from pairs import every_value
 from shared_models import OURS, SharedModels
 from torch.distributed import all_reduce, get_rank, get_world_size
 from whole_tensors import whole
@@ -159,11 +160,7 @@ CASES = {
     "ulysses_stock": VARLEN | {"schedule": "stock"},
 }  # fmt: skip
 QUICK = ("packed", "turns_tails_exchanged", "ulysses_phased_checkpointed")
-# Each option of theirs is in another case of CI: left to make test-full.
-ALIKE = (
-    "phased", "gpt_oss", "glm4_moe", "deepseek_v3", "checkpointed", "exchanged", "turns", "verified", "ulysses",
-    "stock_checkpointed",
-)  # fmt: skip
+IN_CI = every_value(CASES, QUICK)
 SHARED = SharedModels(_engine)  # on ranks
 GATES = ("gate.weight", "router.weight")
 
@@ -241,8 +238,8 @@ def _worlds(cases: Iterable[str]) -> list:
     def marks(world: int, case: str) -> object:
         if world == 1 and "ulysses" in CASES[case]:
             return None
-        left_out = world == 1 or case in ALIKE
-        return pytest.mark.full if left_out else () if case in QUICK else pytest.mark.ci
+        quick = () if case in QUICK else pytest.mark.ci if case in IN_CI else pytest.mark.full
+        return pytest.mark.full if world == 1 else quick
 
     found = [(world, case, marks(world, case)) for world in (2, 1) for case in cases]
     return [pytest.param(w, c, marks=m, id=f"{w}-{c}") for w, c, m in found if m is not None]

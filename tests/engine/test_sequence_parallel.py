@@ -15,6 +15,7 @@ import torch
 import vision_engines
 from engines import TOLERANCE, _compare
 from float64_torch import Float64Torch
+from pairs import every_value
 from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
 from torch.distributed import get_rank
@@ -100,14 +101,8 @@ HALVES = [
     "sdpa_stock_in_small_passes", "latent_attention_phased", ("qwen3_vl", "phased"),
     ("qwen3_5", "checkpointed"),
 ]  # fmt: skip
-# Each option of theirs is in another case of CI: schedules, checkpoints, offload, logits in chunks; of a tower what is
-# checkpointed has all phases, what is scattered all of a packed row.
-ALIKE = [
-    "gradient_checkpointing", "offload", "logits_in_chunks", "tool_tokens", "gpt_oss", "turns", "verified_phased",
-    "moe_lora_phased", "phased_waves_of_one_row",
-    *((family, name) for family in VISION_FAMILIES if family != "qwen3_vl" for name in ("packed", "phased")),
-    *((family, "text_rank") for family in ("glm4v_moe", "glm46v")),
-]  # fmt: skip
+OF_VISION = {(family, name): {"family": family} | VISION[name] for family in VISION_FAMILIES for name in VISION}
+IN_CI = every_value(CASES | OF_VISION, FEW)
 
 
 # What follows runs on ranks, which are given the models first; engines share what takes longest to build.
@@ -275,12 +270,11 @@ SOME = ["sp2", pytest.param("sp4", marks=pytest.mark.full), pytest.param("dp2_sp
 
 
 def _mark(name: str, case: Case) -> tuple | pytest.MarkDecorator:
-    """make test has FEW but HALVES on two ranks; CI all but ALIKE of these, on four WIDE as one group and BESIDE as
-    two."""
+    """make test has FEW but HALVES on two ranks; CI these, and each other option once, and on four ranks WIDE as one
+    group and BESIDE as two."""
     if name == "sp2" and case in FEW:
         return pytest.mark.ci if case in HALVES else ()
-    left_out = case in ALIKE if name == "sp2" else case not in (WIDE if name == "sp4" else BESIDE)
-    return pytest.mark.full if left_out else pytest.mark.ci
+    return pytest.mark.ci if case in {"sp2": IN_CI, "sp4": WIDE, "dp2_sp2": BESIDE}[name] else pytest.mark.full
 
 
 RUNS = [pytest.param(name, case, marks=_mark(name, case), id=f"{name}-{case}") for name in GROUPS for case in ALL]

@@ -51,7 +51,7 @@ from verl_prefix.models.hookup import HookedModel
 # bf16 is what runs have, and the harder to tell from rounding.
 DTYPES = [
     pytest.param(torch.bfloat16, id="torch.bfloat16"),
-    pytest.param(torch.float32, id="torch.float32", marks=pytest.mark.ci),
+    pytest.param(torch.float32, id="torch.float32", marks=pytest.mark.full),
 ]
 CONFIGS = {
     "qwen3": ("Qwen3Config", {}),

@@ -209,7 +209,7 @@ def results(request, paths, ranks):
 
 def _cases(*names: str) -> pytest.MarkDecorator:
     """Of every family, all or these; make test has those of one family, and of the others what differs most: towers of
-    GLM's and experts are in models/test_vision.py. CI has every third case of the others on two ranks, which are
+    GLM's and experts are in models/test_vision.py. CI has every sixth case of the others on two ranks, which are
     not the next two families'."""
     quick = {(1, "qwen3_5", "phased")}
     quick |= {(1 if case in ALONE else 2, "qwen3_vl", case) for case in CASES if case not in AS_WITH_TEXT}
@@ -217,7 +217,7 @@ def _cases(*names: str) -> pytest.MarkDecorator:
     def marks(one: tuple[int, str, str]) -> tuple | pytest.MarkDecorator:
         world, family, case = one
         number = [*FAMILIES].index(family) + [*FAMILIES[family]].index(case)
-        return () if one in quick else pytest.mark.ci if world == 2 and number % 3 == 1 else pytest.mark.full
+        return () if one in quick else pytest.mark.ci if world == 2 and number % 6 == 1 else pytest.mark.full
 
     every = [(world, family, case) for world in WORLDS for family in FAMILIES for case in FAMILIES[family]]
     params = [

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engines import PAD, TOLERANCE, _batch, _engine, _loss, _relative
+from pairs import every_value
 from shared_models import SharedModels
 from torch.distributed import all_reduce, get_rank
 from whole_tensors import whole
@@ -54,11 +55,8 @@ CASES = {
 }  # fmt: skip
 PACKED = {"schedule": "packed", "entropy_coeff": 0.0, "verify": "off", "skip_zero_advantage": True}
 QUICK = ("rows_of_live_groups", "all_dead_phased_exchanged", "turns_rows")
-# Each option of theirs is in another case of CI, and every loss in test_engine_equivalence.py: left to make test-full.
-ALIKE = (
-    "phased", "rows_of_live_groups_phased", "all_dead", "exchanged", "turns", "turns_all_dead_exchanged", "ulysses",
-    *(case for case in CASES if case.startswith("loss_") and case != "loss_gspo"),
-)  # fmt: skip
+# Every loss is in test_engine_equivalence.py.
+IN_CI = every_value({name: CASES[name] for name in CASES if name[:5] != "loss_" or name == "loss_gspo"}, QUICK)
 SHARED = SharedModels(_engine)  # on ranks
 
 
@@ -123,7 +121,8 @@ def models(tmp_path_factory):
 
 
 def _world(world: int, case: str) -> object:
-    marks = pytest.mark.full if world == 1 or case in ALIKE else () if case in QUICK else pytest.mark.ci
+    marks = () if case in QUICK else pytest.mark.ci if case in IN_CI else pytest.mark.full
+    marks = pytest.mark.full if world == 1 else marks
     return pytest.param(world, case, marks=marks, id=f"{world}-{case}")
 
 

@@ -1,7 +1,7 @@
-"""Cases of several settings, of which CI runs as many as show every pair of values."""
+"""Cases of several settings, of which CI runs as many as show every pair of values, or every value."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,17 @@ def in_pairs(*settings: Iterable[Any]) -> list[Any]:
         )
         for one in combinations
     ]  # fmt: skip
+
+
+def every_value(cases: Mapping[Any, Mapping[str, Any]], shown: Iterable[Any]) -> set[Any]:
+    """The cases that show each value of each option that those of `shown` do not: the first of those that show most."""
+    values = {name: {(key, repr(value)) for key, value in options.items()} for name, options in cases.items()}
+    left, chosen = set().union(*values.values()).difference(*(values[name] for name in shown)), set()
+    while left:
+        best = max(values, key=lambda name: len(left & values[name]))
+        chosen.add(best)
+        left -= values[best]
+    return chosen
 
 
 def _pairs(one: Sequence[int]) -> set[tuple[tuple[int, int], ...]]:
