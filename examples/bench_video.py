@@ -37,7 +37,7 @@ from verl_prefix.files import write_whole
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.vision import PixelBatch, share_pixels
 from verl_prefix.testing import visual_prompt
-from verl_prefix.tools.arguments import Parser, file_to_write
+from verl_prefix.tools.arguments import Parser, at_least, file_to_write, numbers
 from verl_prefix.tools.bench.measure import gradient_error
 from verl_prefix.tools.bench.memory import in_fresh_process
 from verl_prefix.tools.memory import memory_mib, reset_peak_mib
@@ -231,7 +231,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    numbers = {
+    sizes = {
         "question": 24,
         "group": 8,
         "hidden": 512,
@@ -240,14 +240,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "vocab": 16000,
         "repeats": 2,
     }
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{default} by default")
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=at_least(1), default=default, help=f"{default} by default")
     parser.add_argument("--family", choices=list(TOWERS), default="qwen2_5_vl")
     parser.add_argument("--video", default="8,28,28", help="frames (two pictures each), height and width in patches")
-    parser.add_argument("--suffixes", default="256,32", help="response lengths")
+    parser.add_argument("--suffixes", type=numbers("S,S,...", range(1, 100)), default="256,32", help="response lengths")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=None)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads())
     parser.add_argument("--out", type=file_to_write, help="write a JSON report there")
     parser.add_argument("--allow-dirty", action="store_true", help="write it from uncommitted files too")
     options = parser.parse_args(argv)
@@ -257,7 +257,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         except ValueError as error:
             parser.error(str(error))
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
-    options.suffixes = [int(x) for x in options.suffixes.split(",")]
     return options
 
 
