@@ -138,9 +138,11 @@ def _trainings(text: str, words: list[str], named: str, depth: int = 0) -> list[
 
 def _syntax_error(text: str) -> str:
     """What bash says of a script that it cannot read to its end; "" where it can."""
-    check, script = ["/bin/bash", "-n", "/dev/stdin"], text.encode(errors="surrogateescape")
-    said = subprocess.run(check, input=script, capture_output=True, check=False, env={"LC_ALL": "C.UTF-8"}).stderr
-    first, _, _ = said.decode(errors="replace").removeprefix("/dev/stdin: ").partition("\n")
+    check = subprocess.run(
+        ["/bin/bash", "-n", "/dev/stdin"], input=text.encode(errors="surrogateescape"), capture_output=True,
+        check=False, env={"LC_ALL": "C.UTF-8"},
+    )  # fmt: skip
+    first, _, _ = check.stderr.decode(errors="replace").removeprefix("/dev/stdin: ").partition("\n")
     return first
 
 
