@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from types import SimpleNamespace
 from unittest import mock
 
@@ -341,9 +342,13 @@ def test_a_note_without_add_note():
     assert error.args == ("broken\nhere", 3)
 
 
+# What a rank lacks room for, of `headroom._KEPT`.
+NOTHING, LOGITS, ALL = [0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]
+
+
 def _two_ranks(others: list[float]) -> SimpleNamespace:
     """MOCK: a backend of one of two ranks, of which the other says `others`."""
-    ranks = SimpleNamespace(max_over_ranks=lambda values: [max(*values, *others)])
+    ranks = SimpleNamespace(max_over_ranks=lambda values: [max(pair) for pair in zip(values, others, strict=True)])
     return SimpleNamespace(ranks=ranks, gradient_bytes=lambda: 4.0)
 
 
@@ -356,7 +361,7 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
 ):
     """MOCK: the free memory of a GPU, and the word of another rank."""
     monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
-    others = [0.0]  # what another rank leaves out, of two
+    others = [*NOTHING]
     updates = headroom.Headroom(_two_ranks(others))
     shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
@@ -379,13 +384,13 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     ):  # fmt: skip
         assert kept(made, free) == expected
     # The allocator holds what the largest update took: a small one without attention tells no less room.
-    others[:] = [2.0]
+    others[:] = ALL
     assert not kept(small), "another rank lacks room"
-    others[:] = [0.0]
+    others[:] = NOTHING
     assert kept(plan) == keeps
-    others[:] = [2.0]
+    others[:] = ALL
     assert not kept(plan, 0.0), "another rank lacks room"
-    others[:] = [0.0]
+    others[:] = NOTHING
     assert not kept(plan), "and an update without left nothing"
 
 
@@ -394,7 +399,7 @@ def test_what_another_engine_takes_between_updates_is_no_room(monkeypatch):
     held = [104]  # gradients among them
     monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held[0])
-    updates = headroom.Headroom(_two_ranks([0.0]))
+    updates = headroom.Headroom(_two_ranks(NOTHING))
     shape = ModelShape(2e6, 0.0, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0)
     memory = Memory(ranks=2, checkpointed=True, no_sync=False, logits_chunk=4096, offload=False)
     costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
@@ -417,7 +422,7 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
     shape = ModelShape(2e6, 1e6, 5.0, (None, None), 100.0, 10.0, 5.0, 50, attention=12.0, logits=1000.0)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=None, offload=False)
     plan = make_plan([Group.of_prompt((0, 1), 300, (3000, 3000))], 10**5, "packed")
-    others = [0.0]
+    others = [*NOTHING]
 
     def left(factor: float, logits_once: bool = True, **changed) -> tuple[bool, bool]:
         """Whether attention and all logits are kept, behind an update that left so many times what both need."""
@@ -439,10 +444,33 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
     assert left(1.6, logits_once=False) == (checkpointed, False), "entropy needs copies that no estimate counts"
     assert left(1.6, memory=dataclasses.replace(memory, logits_chunk=4096)) == (checkpointed, False), "as the user says"
     assert left(1.6, shape=dataclasses.replace(shape, tower=1.0)) == (False, False)
-    others[:] = [1.0]
+    others[:] = LOGITS
     assert left(1.6) == (checkpointed, False), "another rank lacks room"
-    others[:] = [2.0]
+    others[:] = ALL
     assert left(1.6) == (False, False)
+
+
+def test_ranks_of_nodes_that_differ_reach_the_same_collective_and_keep_the_same():
+    """One has flash-attn's cross entropy, the other has not; MOCK: their ranks."""
+    shape = ModelShape(2e6, 1e6, 5.0, (None, None), 100.0, 10.0, 5.0, 50, attention=12.0, logits=1000.0)
+    memory = Memory(ranks=2, checkpointed=False, no_sync=False, logits_chunk=None, offload=False)
+    costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
+    plan = make_plan([Group.of_prompt((0, 1), 300, (30, 30))], 10**5, "packed")
+
+    def choose(logits_once: bool, others: Sequence[float] | None = None) -> tuple[list[float], Memory]:
+        """What a rank says to the others, and what it then keeps."""
+        said: list[float] = []
+
+        def max_over_ranks(values: Sequence[float]) -> list[float]:
+            said.extend(map(float, values))
+            return [max(pair) for pair in zip(said, others or said, strict=True)]
+
+        backend = SimpleNamespace(ranks=SimpleNamespace(max_over_ranks=max_over_ranks))
+        return said, headroom.Headroom(backend).choose_memory(plan, costs, "auto", logits_once)
+
+    (with_it, kept), (without, _) = choose(True), choose(False)
+    assert kept.all_logits and len(with_it) == len(without) > 0
+    assert choose(True, without)[1] == choose(False, with_it)[1] == memory
 
 
 @pytest.mark.parametrize(("flags", "installed", "disabled", "once"), [

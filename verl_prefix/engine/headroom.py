@@ -13,6 +13,9 @@ from verl_prefix.auto.cost import ROOM_FACTOR, Memory, PassCost, may_have_all_lo
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 
+# What an update may keep and then does not compute again, the most first: (attention's outputs, all logits of a pass).
+_KEPT = (True, True), (True, False), (False, True), (False, False)
+
 
 class Headroom:
     """The memory that a device has left, by which an engine decides.
@@ -51,8 +54,9 @@ class Headroom:
             self._allocated_after_last = torch.cuda.memory_allocated()
 
     def choose_memory(self, plan: Plan, costs: CostModel, option: str, logits_once: bool) -> Memory:
-        """Decides what this update keeps, the same on every rank: attention's outputs and all logits of a pass,
-        attention's outputs alone, or neither.
+        """Decides what this update keeps, the same on every rank: the most of `_KEPT` that all ranks may keep and have
+        room for. Every rank reaches its collective, also where it may keep nothing: `logits_once` follows from packages
+        and environment variables, in which nodes may differ.
 
         Args:
             plan: this rank's. option: `prefix.keep_attention`. logits_once: `Backend.reads_logits_once`.
@@ -60,17 +64,14 @@ class Headroom:
         shape, least = costs.shape, costs.memory
         attention = may_keep_attention(shape, least.checkpointed, option)
         all_logits = may_have_all_logits(shape, least.logits_chunk, logits_once)
-        if least.stages > 1 or not (attention or all_logits):
-            return least
-        more = replace(least, attention_kept=attention)
-        choices = (replace(more, all_logits=all_logits), more, least)
-        adds = [peak_bytes(shape, plan, (), memory) for memory in choices]
+        may = {(attention, all_logits), (attention, False)} if least.stages == 1 else set[tuple[bool, bool]]()
         room = self._room or 0.0
         if self.is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
             room -= max(0, now - self._allocated_after_last)
-        fits = [ROOM_FACTOR * added <= room for added in adds[:-1]]
-        # The first choice that fits here; then the largest index of all ranks, that is, what every rank has room for.
-        (chosen,) = self._backend.ranks.max_over_ranks([float([*fits, True].index(True))])
-        self._added_now = adds[int(chosen)]
-        return choices[int(chosen)]
+        choices = [replace(least, attention_kept=kept, all_logits=logits) for kept, logits in _KEPT]
+        adds = [peak_bytes(shape, plan, (), memory) for memory in choices]
+        lacks = [not (kept in may and ROOM_FACTOR * added <= room) for kept, added in zip(_KEPT, adds, strict=True)]
+        chosen = self._backend.ranks.max_over_ranks([*lacks[:-1], False]).index(False)  # to keep nothing takes no room
+        self._added_now = adds[chosen]
+        return choices[chosen]
