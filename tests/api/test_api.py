@@ -423,8 +423,8 @@ def positions_restarted(monkeypatch):
         positions = self.tokens.position_ids.clone()
         for group in self.groups:
             for row in group.rows:
-                positions[self.tokens.offsets[row] + group.num_strand_tokens : self.tokens.offsets[row + 1]] -= (
-                    group.num_strand_tokens
+                positions[self.tokens.offsets[row] + group.num_own_strand_tokens : self.tokens.offsets[row + 1]] -= (
+                    group.num_own_strand_tokens
                 )
         self.tokens = dataclasses.replace(self.tokens, position_ids=positions)
 

@@ -135,7 +135,7 @@ def test_prefixes_that_live_at_once_keep_what_a_pass_of_a_whole_model_does(
     groups, model = groups_of(number, prefix, suffix, size), costs(stages)
     plan = model.plan(groups, budget, "phased")
     one_pass = peak_bytes(SHAPE, Plan((PackedPass((Group.of_prompt((0,), 0, (budget,)),)),)), (), model.memory)
-    alive = max(sum(group.num_strand_tokens for one in phased for group in one.groups) for phased in plan.rounds)
+    alive = max(sum(group.num_own_strand_tokens for one in phased for group in one.groups) for phased in plan.rounds)
     assert alive / stages <= max(budget // 2, prefix) or peak_bytes(SHAPE, plan, (), model.memory) <= one_pass
     fewer = len(plan.rounds) - 1
     if fewer:

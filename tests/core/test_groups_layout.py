@@ -11,7 +11,7 @@ import torch
 
 from verl_prefix.core.calls import AttentionParams, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
-from verl_prefix.core.layout import build_layout, pass_order
+from verl_prefix.core.layout import build_layout, live_in_pass_order
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, first_fit, most_outputs
 from verl_prefix.core.planning import leaves_room, limit_waves, make_plan, make_waves, pad_to_same_passes
 from verl_prefix.core.prefix_cache import add_at
@@ -33,7 +33,7 @@ def groups_of(shape):
 
 
 def offsets_of(groups):
-    lens = [group.num_strand_tokens + 1 + n for group in groups for n in group.suffix_lens]
+    lens = [group.num_own_strand_tokens + 1 + n for group in groups for n in group.suffix_lens]
     return [0, *torch.tensor(lens).cumsum(0).tolist()]
 
 
@@ -58,18 +58,18 @@ def test_what_is_shared_and_where_it_stands_in_a_pass():
         Group.of_prompt((3, 4), 1, (1, 1)),
     )
     assert [group.is_shared for group in (alone, nothing, one)] == [False, False, True]
-    assert pass_order([nothing, Group.of_prompt((5,), 9, (0,)), one, alone]) == [one, alone, nothing]
+    assert live_in_pass_order([nothing, Group.of_prompt((5,), 9, (0,)), one, alone]) == [one, alone, nothing]
 
 
 def test_a_strand_that_only_empty_responses_need_is_pruned():
     strands = Strand(0, 0, 3), Strand(1, 3, 5, parent=0)
     group = Group((0, 1), (2, 0), strands, forks=(Fork(0, 3), Fork(1, 5)), first_outputs=(3, 5))
-    assert group.output_lens == (2, 0) and group.num_strand_outputs == 0
+    assert group.output_lens == (2, 0) and group.num_own_strand_outputs == 0
     in_strand = replace(group, strands=(strands[0], Strand(1, 3, 7, parent=0)), forks=(Fork(0, 3), Fork(1, 7)))
-    assert in_strand.output_lens == (2, 2) and in_strand.num_strand_outputs == 2, "tokens 5 and 6"
+    assert in_strand.output_lens == (2, 2) and in_strand.num_own_strand_outputs == 2, "tokens 5 and 6"
     assert [most_outputs(Plan(passes)) for passes in ((), (PackedPass((in_strand,)),))] == [0, 4]
     pruned = group.pruned()
-    assert (pruned.num_strand_tokens, pruned.strands, pruned.forks) == (3, strands[:1], (Fork(0, 3), Fork(-1, 5)))
+    assert (pruned.num_own_strand_tokens, pruned.strands, pruned.forks) == (3, strands[:1], (Fork(0, 3), Fork(-1, 5)))
 
 
 def test_empty_prompt_is_refused():
@@ -116,7 +116,7 @@ def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_
     group = Group.of_prompt((0, 1), 6, (2, 2))
     whole, cut = make_plan([group], 10, "auto"), make_plan([group], 9, "packed")
     assert whole.passes == (PackedPass((group,)),) and whole.recomputed_tokens == 0
-    assert len(cut.packed) == 2 and cut.recomputed_tokens == group.num_strand_tokens
+    assert len(cut.packed) == 2 and cut.recomputed_tokens == group.num_own_strand_tokens
     # Strands beside a wave of 4 tokens have 6 of the 10; those that wait in host memory have none.
     two = [Group.of_prompt((0, 1), 4, (2, 2)), Group.of_prompt((2, 3), 3, (2, 2))]
     assert [len(make_plan(two, n, "phased", wave_tokens=4).phased) for n in (10, 11)] == [2, 1]
@@ -134,28 +134,28 @@ def test_prompts_of_one_key_have_one_length():
 
 @hypothesis.given(SHAPES)
 def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(shape):
-    groups = pass_order(groups_of(shape))
+    groups = live_in_pass_order(groups_of(shape))
     hypothesis.assume(groups)
     offsets = offsets_of(groups_of(shape))
     layout = build_layout(groups, offsets)
-    assert layout.num_strand_tokens == sum(g.num_strand_tokens for g in groups)
+    assert layout.num_strand_tokens == sum(g.num_own_strand_tokens for g in groups)
     assert (
         layout.num_tokens
         == sum(g.num_physical_tokens for g in groups)
         == layout.calls(AttentionParams(1.0), CPU)[0].spans.q[-1]
     )
     expected = [
-        offsets[row] + group.num_strand_tokens + i
+        offsets[row] + group.num_own_strand_tokens + i
         for group in groups
         for row, n in zip(group.rows, group.suffix_lens, strict=True)
         for i in range(n)
     ]
     assert layout.output_places.tolist() == expected
-    sharing = [group for group in groups if group.num_strand_tokens]
+    sharing = [group for group in groups if group.num_own_strand_tokens]
     _, *crosses = layout.calls(AttentionParams(1.0), CPU)
     assert len(crosses) == bool(sharing)
     for cross in (call.spans for call in crosses):
-        assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.num_strand_tokens for g in sharing]
+        assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.num_own_strand_tokens for g in sharing]
         assert [b - a for a, b in zip(cross.q, cross.q[1:], strict=False)] == [g.num_suffix_tokens for g in sharing]
         assert (
             build_layout(groups, offsets, "phase_a").places.tolist()
@@ -165,11 +165,11 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
 
 @hypothesis.given(SHAPES, st.integers(1, 60))
 def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tokens):
-    groups = pass_order(groups_of(shape))
+    groups = live_in_pass_order(groups_of(shape))
     waves = make_waves(groups, wave_tokens)
     seen = [row for wave in waves for piece in wave.groups for row in piece.rows]
     assert seen == [row for group in groups for row in group.rows]
-    starts = [sum(group.num_strand_tokens for group in groups[:i]) for i in range(len(groups))]
+    starts = [sum(group.num_own_strand_tokens for group in groups[:i]) for i in range(len(groups))]
     for wave in waves:
         lens = [n for piece in wave.groups for n in piece.suffix_lens]
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
@@ -181,7 +181,7 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         assert [groups[i].strands for i in numbers] == [piece.strands for piece in wave.groups]
         pieces = zip(numbers, wave.groups, strict=True)
         sharing = [i for i, piece in pieces if piece.num_suffix_tokens and piece.strands]
-        keys = [starts[i] + token for i in sharing for token in range(groups[i].num_strand_tokens)]
+        keys = [starts[i] + token for i in sharing for token in range(groups[i].num_own_strand_tokens)]
         found = [positions_of(p.tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:] for p in call.prefixes]
         assert found == ([keys] if keys else [])
 
@@ -215,10 +215,11 @@ def keys_read(layout, window, prefix_place):
 
 @hypothesis.given(SHAPES, st.one_of(st.none(), st.integers(1, 40)), st.integers(1, 60))
 def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, wave_tokens):
-    groups = pass_order(groups_of(shape))
+    groups = live_in_pass_order(groups_of(shape))
     hypothesis.assume(groups)
     offsets = offsets_of(groups_of(shape))
-    first = {place: g for g in groups for place in range(offsets[g.rows[0]], offsets[g.rows[0]] + g.num_strand_tokens)}
+    starts = [(offsets[g.rows[0]], g) for g in groups]
+    first = {place: g for start, g in starts for place in range(start, start + g.num_own_strand_tokens)}
 
     def expected(place):
         """The row's tokens up to `place`, where a shared prefix lies in the group's first row."""
@@ -228,13 +229,13 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
         if place in first:
             tokens = list(range(start, place + 1))
         else:
-            suffix_start = offsets[row] + group.num_strand_tokens
-            tokens = [*range(start, start + group.num_strand_tokens), *range(suffix_start, place + 1)]
+            suffix_start = offsets[row] + group.num_own_strand_tokens
+            tokens = [*range(start, start + group.num_own_strand_tokens), *range(suffix_start, place + 1)]
         return tokens if window is None else tokens[-window:]
 
     packed = build_layout(groups, offsets)
     assert keys_read(packed, window, packed.places) == [expected(place) for place in packed.places.tolist()]
-    if not any(group.num_strand_tokens for group in groups):
+    if not any(group.num_own_strand_tokens for group in groups):
         return
     prefixes = build_layout(groups, offsets, "phase_a")
     assert keys_read(prefixes, window, prefixes.places) == [expected(place) for place in prefixes.places.tolist()]
@@ -334,7 +335,7 @@ def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, sche
         tokens = sum(group.num_physical_tokens for group in packed.groups)
         assert tokens <= budget or sum(n > 0 for group in packed.groups for n in group.suffix_lens) == 1
     for phased in plan.phased:
-        prefixes = sum(group.num_strand_tokens for group in phased.groups)
+        prefixes = sum(group.num_own_strand_tokens for group in phased.groups)
         is_heeded = wave_tokens is not None and leaves_room(wave_tokens, budget, offload)
         room = budget if offload else budget - wave_tokens if is_heeded else budget // 2
         assert prefixes <= room or len(phased.groups) == 1

@@ -65,7 +65,7 @@ def test_what_nests_is_computed_once_and_fits(rows, seed, budget, schedule, wave
             assert alive + one.num_tokens <= max(budget, longest)
             return
         for nested in one.nested:
-            walk(nested, alive if offload else alive + sum(group.num_strand_tokens for group in one.groups))
+            walk(nested, alive if offload else alive + sum(group.num_own_strand_tokens for group in one.groups))
 
     for one in plan.passes:
         if isinstance(one, PhasedPass) and one.depth > 1:
@@ -98,7 +98,7 @@ def test_a_phase_a_fits_the_budget_wherever_its_strands_wait(offload):
     group = Group(tuple(range(16)), (10,) * 16, strands, forks, (160,) * 16)
     plan = make_plan([group], 200, "phased", offload=offload)
     assert plan.num_physical_tokens == 60 + 8 * 100 + 16 * 10
-    assert max(sum(group.num_strand_tokens for group in each.groups) for each in plan.all_passes) <= 200
+    assert max(sum(group.num_own_strand_tokens for group in each.groups) for each in plan.all_passes) <= 200
 
 
 def test_packed_passes_in_a_phase_a_are_even():

@@ -137,8 +137,8 @@ def broken(monkeypatch, name: str) -> dict:
             for planned in plan.passes:
                 for group in planned.groups:
                     for row in group.rows:
-                        start, end = tokens.offsets[row] + group.num_strand_tokens, tokens.offsets[row + 1]
-                        positions[start:end] -= group.num_strand_tokens
+                        start, end = tokens.offsets[row] + group.num_own_strand_tokens, tokens.offsets[row + 1]
+                        positions[start:end] -= group.num_own_strand_tokens
             return dataclasses.replace(tokens, position_ids=positions)
 
         return dict(schedule="packed", edit=edit)

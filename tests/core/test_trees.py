@@ -66,7 +66,7 @@ def test_growing_prompts_are_one_strand():
     offsets = [0, *accumulate(map(len, rows))]
     cuts = [[n - 1 for n in prompts[: i + 1]] for i in range(3)]
     (group,) = group_trees(torch.cat(rows), offsets, prompts, cuts)
-    assert [(strand.start, strand.end) for strand in group.strands] == [(0, 29)] and group.num_strand_tokens == 29
+    assert [(strand.start, strand.end) for strand in group.strands] == [(0, 29)] and group.num_own_strand_tokens == 29
     assert [fork.start for fork in group.forks] == [9, 19, 29]
 
 
@@ -79,7 +79,7 @@ def groups_of(*rows: list[int], cuts: list[list[int]]) -> list[Group]:
 def test_a_row_that_lies_in_strands_stands_before_the_row_that_begins_with_its_tokens():
     """So that a cut between rows leaves the two together; also before a row that goes on by one token."""
     (group,) = groups_of([1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 8, 8], [1, 2, 3, 4, 5], cuts=[[4], [4], []])
-    assert (group.rows, group.suffix_lens, group.num_strand_tokens) == ((2, 0, 1), (0, 1, 2), 4)
+    assert (group.rows, group.suffix_lens, group.num_own_strand_tokens) == ((2, 0, 1), (0, 1, 2), 4)
     assert [*group.units()] == [(0, 2), (2, 3)]
 
 
@@ -89,7 +89,7 @@ def test_rows_share_what_stands_before_the_first_and_the_last_cut_that_there_can
     They agree in one token more than they share."""
     rows = [[1, 2, 3, 4], [1, 2, 3, 5]] if cut == 2 else [[1, 2, 3, 4], [1, 2, 5, 6]]
     (group,) = groups_of(*rows, cuts=[[cut], [cut]])
-    assert (group.num_strand_tokens, group.suffix_lens) == (cut, (3 - cut,) * 2)
+    assert (group.num_own_strand_tokens, group.suffix_lens) == (cut, (3 - cut,) * 2)
     assert len(groups_of(*rows, cuts=[[0, 3], [0, 3]])) == 2, "outside of [1, 2]"
 
 
@@ -197,7 +197,7 @@ def test_every_row_is_whole_and_cut_at_its_own_places_alone(rows, seed, budget):
         counted = layout_module.build_layout(one.groups, offsets).multiplicity.sum()
         assert counted == sum(group.num_logical_tokens for group in one.groups)
     for group in [*groups, *(group for one in plan.passes for group in one.groups)]:
-        assert group.num_strand_tokens == sum(strand.end - strand.start for strand in group.strands)
+        assert group.num_own_strand_tokens == sum(strand.end - strand.start for strand in group.strands)
         for row, fork, n, first in zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, strict=True):
             assert first == len(batch.prompts[row]) - 1
             if not len(batch.responses[row]):

@@ -491,7 +491,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     rows[4]["position_ids"] = rows[4]["position_ids"] + (torch.arange(8) > 4)  # of the response alone
     data = batch_of(rows)
     groups = group_rows(BatchRows(data), TreeRule(), False)
-    assert [(group.rows, group.num_strand_tokens, group.suffix_lens) for group in groups] == [
+    assert [(group.rows, group.num_own_strand_tokens, group.suffix_lens) for group in groups] == [
         ((0, 4), 4, (3, 3)), ((1,), 4, (3,)), ((2,), 4, (3,)), ((3,), 4, (3,))
     ]  # fmt: skip
     pixels = [row["multi_modal_inputs"]["pixel_values"] for row in rows]

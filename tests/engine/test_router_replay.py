@@ -98,7 +98,7 @@ def test_without_trees_rows_of_two_prompts_share_nothing_though_one_begins_with_
 def test_an_expert_of_the_last_shared_token_keeps_rows_apart():
     rows = _rows([("a", 17, [4, 4])])
     (shared,) = _groups(rows, [16, 16])
-    assert shared.num_strand_tokens == 16
+    assert shared.num_own_strand_tokens == 16
     for token, layer in ((15, 2), (0, 0), (7, 1)):
         from verl_prefix.engine.grouping import TreeRule, group_rows
         from verl_prefix.engine.rows import BatchRows

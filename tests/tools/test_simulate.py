@@ -194,9 +194,9 @@ def test_attention_counts_what_real_products_of_queries_with_their_keys_do(elsew
     kernel's backward also makes the scores again, half a forward."""
     seen = []
     for group in small_job(torch.bfloat16, False).groups:
-        whole = [range(1, group.num_strand_tokens + 2 + n) for n in group.suffix_lens]
-        own = [range(group.num_strand_tokens + 1, group.num_strand_tokens + 1 + n) for n in group.suffix_lens]
-        seen += whole if name == "stock" else [range(1, group.num_strand_tokens + 1), *own]
+        whole = [range(1, group.num_own_strand_tokens + 2 + n) for n in group.suffix_lens]
+        own = [range(group.num_own_strand_tokens + 1, group.num_own_strand_tokens + 1 + n) for n in group.suffix_lens]
+        seen += whole if name == "stock" else [range(1, group.num_own_strand_tokens + 1), *own]
     forward, both = map(sum, zip(*(products(n) for row in seen for n in row), strict=True))
     assert elsewhere(attention_flops, name) == pytest.approx(both + forward / 2, rel=1e-9)
 

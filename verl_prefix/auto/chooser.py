@@ -95,7 +95,7 @@ class CostModel:
         memory, num = self.memory, len(plan.phased)
         if memory.stages == 1 or memory.offload or not plan.phased:
             return plan
-        longest = max(sum(group.num_strand_tokens for group in one.groups) for one in plan.phased)
+        longest = max(sum(group.num_own_strand_tokens for group in one.groups) for one in plan.phased)
         least = memory.stages * max(room, longest) // max(longest, 1)
         most = peak_bytes(self.shape, Plan((PackedPass((Group.of_prompt((0,), 0, (budget,)),)),)), (), memory)
 

@@ -233,8 +233,8 @@ class _Added:
     def prefix(self, groups: Sequence[Group]) -> tuple[float, float]:
         """Tokens of the strands, and of those whose outputs rows read. Ranks that share a pass have one slice of the
         strands each, of which one may hold all outputs."""
-        tokens = sum(group.num_strand_tokens for group in groups) / self.slices
-        return tokens, min(sum(group.num_strand_outputs for group in groups), tokens)
+        tokens = sum(group.num_own_strand_tokens for group in groups) / self.slices
+        return tokens, min(sum(group.num_own_strand_outputs for group in groups), tokens)
 
     def kept(self, tokens: float, attention: bool = True) -> float:
         """What layers keep for backward; `attention` False: without attention's outputs, whatever the memory says."""

@@ -110,8 +110,8 @@ class ModelShape:
         pairs = 0.0
         for group in groups:
             if prefixes:
-                tokens += group.num_strand_tokens
-                head += group.num_strand_outputs
+                tokens += group.num_own_strand_tokens
+                head += group.num_own_strand_outputs
                 pairs += sum(
                     self.pairs(strand.end - strand.start, strand.start) for strand in group.strands[group.num_outer :]
                 )

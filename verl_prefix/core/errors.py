@@ -39,7 +39,7 @@ class annotate_errors(AbstractContextManager[None]):
         self.phase = phase
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         rows = [list(group.rows) for group in groups]
-        own, outer = sum(g.num_strand_tokens for g in groups), sum(g.num_outer_tokens for g in groups)
+        own, outer = sum(g.num_own_strand_tokens for g in groups), sum(g.num_outer_tokens for g in groups)
         counts = [f"{own} prefix"] if own or not outer else []
         counts += [] if phase in ("phase_a", "phase_c") else [f"{sum(g.num_suffix_tokens for g in groups)} suffix"]
         held = f"{len(groups)} groups of rows {listed(rows)}, {' and '.join(counts)} tokens"

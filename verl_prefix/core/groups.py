@@ -12,6 +12,18 @@ from typing import NamedTuple, TypeVar
 RowKey = TypeVar("RowKey", bound=Hashable)
 
 
+class Fork(NamedTuple):
+    """Where a row leaves the strands, or where one strand leaves another.
+
+    Attributes:
+        strand: index of the strand that is left; -1: none, since no token comes before.
+        start: number of tokens before the fork, all of which strands have. What leaves begins after them.
+    """
+
+    strand: int
+    start: int
+
+
 class Strand(NamedTuple):
     """A run of tokens that is computed once, for all rows that share it and every token before it.
 
@@ -26,17 +38,10 @@ class Strand(NamedTuple):
     end: int
     parent: int = -1
 
-
-class Fork(NamedTuple):
-    """Where a row leaves the strands.
-
-    Attributes:
-        strand: index of the strand in which the row's strand tokens end; -1: it has none.
-        start: number of the row's tokens that strands have; its suffix begins after them.
-    """
-
-    strand: int
-    start: int
+    @property
+    def fork(self) -> Fork:
+        """Where it leaves its parent."""
+        return Fork(self.parent, self.start)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Group:
         return cls(rows, suffix_lens, strands, forks, (prefix_len,) * len(rows))
 
     @functools.cached_property
-    def num_strand_tokens(self) -> int:
+    def num_own_strand_tokens(self) -> int:
         """Number of tokens of the group's own strands, without the outer ones: those that this pass computes. In a
         group of one prompt it is P, and 0 in its waves."""
         return sum(strand.end - strand.start for strand in self.strands[self.num_outer :])
@@ -84,7 +89,7 @@ class Group:
     @property
     def is_shared(self) -> bool:
         """Whether several rows share tokens that this pass computes."""
-        return len(self.rows) > 1 and self.num_strand_tokens > 0
+        return len(self.rows) > 1 and self.num_own_strand_tokens > 0
 
     @property
     def output_lens(self) -> tuple[int, ...]:
@@ -99,7 +104,7 @@ class Group:
         return any(fork.start > first and fork.strand >= self.num_outer for fork, first in pairs)
 
     @property
-    def num_strand_outputs(self) -> int:
+    def num_own_strand_outputs(self) -> int:
         """Number of tokens of the group's own strands whose outputs rows read. A token counts once."""
         read: dict[int, set[int]] = {}
         for fork, first in zip(self.forks, self.first_outputs, strict=True):
@@ -114,7 +119,7 @@ class Group:
     @property
     def num_physical_tokens(self) -> int:
         """Number of tokens that are computed. Strands count once."""
-        return self.num_strand_tokens + self.num_suffix_tokens
+        return self.num_own_strand_tokens + self.num_suffix_tokens
 
     @property
     def num_logical_tokens(self) -> int:
@@ -124,10 +129,11 @@ class Group:
     def strands_before(self, fork: Fork) -> Iterator[tuple[int, int, int]]:
         """Yields (strand, start, end) for each strand before a row's fork, the last strand first: the row reads its
         tokens start to end of that strand."""
-        strand, end = fork
-        while strand >= 0:
-            yield strand, self.strands[strand].start, end
-            strand, end = self.strands[strand].parent, self.strands[strand].start
+        number, end = fork
+        while number >= 0:
+            strand = self.strands[number]
+            yield number, strand.start, end
+            number, end = strand.fork
 
     def units(self) -> Iterator[tuple[int, int]]:
         """Yields (start, end) of each part of `rows` that is never cut: rows without a suffix, and after them one row

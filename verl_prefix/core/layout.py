@@ -156,17 +156,18 @@ class Layout:
         return self._calls[params, device]
 
 
-def pass_order(groups: Sequence[Group]) -> list[Group]:
-    """The groups with suffix tokens, those without a prefix last. Others are dropped. So the suffixes that read a
-    prefix have no gaps between them, and are one slice."""
-    return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.num_strand_tokens == 0)
+def live_in_pass_order(groups: Sequence[Group]) -> list[Group]:
+    """The groups with suffix tokens, those without a prefix last: so the suffixes that read a prefix have no gaps
+    between them, and are one slice."""
+    live = (group for group in groups if group.num_suffix_tokens)
+    return sorted(live, key=lambda group: group.num_own_strand_tokens == 0)
 
 
 def build_layout(
     groups: Sequence[Group], offsets: Sequence[int], phase: Phase = "packed", outer: Layout | None = None
 ) -> Layout:
-    """Builds the packed row of `groups`, best in `pass_order`. Without anything to compute it is a dummy: one token of
-    the batch that reads itself, which keeps a rank's collectives in step.
+    """Builds the packed row of `groups`, best `live_in_pass_order`. Without anything to compute it is a dummy: one
+    token of the batch that reads itself, which keeps a rank's collectives in step.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
@@ -184,7 +185,7 @@ def build_layout(
             end += strand.end - strand.start
         paths = _paths(group, [strand_starts[place] for place in places])
         for place, strand in own:
-            strands.append((place, Segment(strand.end - strand.start, paths[Fork(strand.parent, strand.start)])))
+            strands.append((place, Segment(strand.end - strand.start, paths[strand.fork])))
         columns = zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, group.output_lens, strict=True)
         for row, fork, suffix_len, first_output, num_outputs in columns:
             first = int(offsets[row])
@@ -213,7 +214,7 @@ def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
     """The path before each fork, also of strands, of a group whose strands begin at tokens `starts` of the prefix
     source."""
     paths = {}
-    for fork in {*group.forks, *(Fork(strand.parent, strand.start) for strand in group.strands)}:
+    for fork in {*group.forks, *(strand.fork for strand in group.strands)}:
         path: list[tuple[int, int]] = []
         for strand, begin, end in group.strands_before(fork):
             length = end - begin

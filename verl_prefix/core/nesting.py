@@ -144,7 +144,7 @@ class Nesting:
         number_of: dict[Fork, int] = {}
         for i, strand in enumerate(group.strands):
             units = units_of.get(i, {})
-            before, start = number_of.get(Fork(strand.parent, strand.start)), strand.start
+            before, start = number_of.get(strand.fork), strand.start
             for end in sorted({*units, *begins.get(i, ()), strand.end}):
                 number = number_of[Fork(i, end)] = len(self._stretches)
                 if before is not None:
@@ -274,7 +274,7 @@ class Nesting:
 
         bins = _even_bins(way.leaves, way.room)
         in_bins = [nested([row for _, rows in leaves for row in rows]) for leaves in bins]
-        packed = [PackedPass((each,)) if each.num_strand_tokens else Wave((each,)) for each in in_bins]
+        packed = [PackedPass((each,)) if each.num_own_strand_tokens else Wave((each,)) for each in in_bins]
         phased = [self._pass(nested(self._rows[number]), inner) for number, inner in way.inner]
         of_phase_a = split.phase_a()
         packed.sort(key=lambda each: not isinstance(each, Wave))

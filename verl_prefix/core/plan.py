@@ -19,7 +19,7 @@ class _GroupsOfPass:
 
     def tokens_of(self, group: Group) -> int:
         """Number of tokens that the pass's own forward computes of one of its groups."""
-        return group.num_strand_tokens if self.phase == "phase_a" else group.num_physical_tokens
+        return group.num_own_strand_tokens if self.phase == "phase_a" else group.num_physical_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -165,7 +165,7 @@ def most_outputs(plan: Plan) -> int:
     outputs = []
     for planned in plan.all_passes:
         suffixes = (group.num_suffix_tokens for group in planned.groups if isinstance(planned, PackedPass))
-        outputs.append(sum(group.num_strand_outputs for group in planned.groups) + sum(suffixes))
+        outputs.append(sum(group.num_own_strand_outputs for group in planned.groups) + sum(suffixes))
     return max(outputs, default=0)
 
 

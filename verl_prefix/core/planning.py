@@ -12,7 +12,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple, TypeVar
 
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import pass_order
+from verl_prefix.core.layout import live_in_pass_order
 from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import PackedPass, Pass, PhasedPass, Plan, Wave, first_fit, packed_and_phased
 
@@ -50,14 +50,14 @@ def make_plan(
     """
     if schedule not in ("packed", "phased", "auto"):
         raise ValueError(f"schedule={schedule!r}: a plan is packed, phased or auto")
-    live = pass_order(groups)
+    live = live_in_pass_order(groups)
     to_pack, to_phase = list[Group](), list[Group]()
     for group in live:
         packs = schedule == "packed" or (schedule == "auto" and group.num_physical_tokens <= budget)
         (to_pack if packs else to_phase).append(group)
     pieces = [piece for group in to_pack for piece in _pieces(group, budget)]
     bins = first_fit(pieces, lambda group: group.num_physical_tokens, budget)
-    packed = (PackedPass(tuple(pass_order(members))) for members in bins)
+    packed = (PackedPass(tuple(live_in_pass_order(members))) for members in bins)
     phased = _phased_passes(to_phase, budget, wave_tokens, offload, least_wave, nests)
     plan = Plan((*packed, *phased), idle_groups=tuple(group for group in groups if not group.num_suffix_tokens))
     return replace(plan, recomputed_tokens=plan.num_physical_tokens - sum(group.num_physical_tokens for group in live))
@@ -80,8 +80,8 @@ def _phased_passes(
         else:
             pieces += of_group
     for members in _phased_sets(pieces, room, sys.maxsize if offload else budget):
-        ordered = tuple(pass_order(members))
-        resident = 0 if offload else sum(group.num_strand_tokens for group in ordered)
+        ordered = tuple(live_in_pass_order(members))
+        resident = 0 if offload else sum(group.num_own_strand_tokens for group in ordered)
         left = max(budget - resident, least_wave)
         waves = make_waves(ordered, min(wave_tokens or left, left))
         phased.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
@@ -124,7 +124,7 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     neighbouring rows it takes the way with the fewest tokens to compute; of several such ways that with the fewest
     pieces; then, in trees, that whose largest piece is smallest; then that whose first pieces are longest.
     """
-    if (group.num_physical_tokens if suffixes else group.num_strand_tokens) <= budget:
+    if (group.num_physical_tokens if suffixes else group.num_own_strand_tokens) <= budget:
         return [group]
     is_tree = len(group.strands) > 1
     if not suffixes and not is_tree:  # every piece would have the same strand
@@ -177,16 +177,16 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
 def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
     """Yields sets of groups, each for one phased pass. A set's strands fit `room`, and with the longest suffix the
     budget, unless one group alone exceeds it."""
-    for members in first_fit(groups, lambda group: group.num_strand_tokens, room):
+    for members in first_fit(groups, lambda group: group.num_own_strand_tokens, room):
         longest = max(sum(group.suffix_lens[start:end]) for group in members for start, end in group.units())
-        yield from first_fit(members, lambda group: group.num_strand_tokens, min(room, budget - longest))
+        yield from first_fit(members, lambda group: group.num_own_strand_tokens, min(room, budget - longest))
 
 
 def _one_level(pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool) -> tuple[int, int]:
     """Tokens and number of forwards of a group whose pieces are each a phased pass, with waves that fit the budget."""
     tokens, forwards = 0, 0
     for piece in pieces:
-        left = max(budget - (0 if offload else piece.num_strand_tokens), 1)
+        left = max(budget - (0 if offload else piece.num_own_strand_tokens), 1)
         tokens += piece.num_physical_tokens
         forwards += 1 + len(make_waves([piece], min(wave_tokens or left, left)))
     return tokens, forwards

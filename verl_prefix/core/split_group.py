@@ -50,15 +50,16 @@ class SplitGroup:
         """The group of a nested pass that computes some rows; `members` as in `Group.with_rows`."""
         strands, rest_number = [*self._strands], dict[int, int]()  # of what follows phase A in each strand
 
-        def number_before(strand: int, start: int) -> int:
-            """The new number of the strand in which the `start` tokens of a row end."""
-            return self._numbers[strand] if strand < 0 or start <= self._ends[strand] else rest_number[strand]
+        def number_before(fork: Fork) -> int:
+            """The new number of the strand that is left at `fork`."""
+            is_in_phase_a = fork.strand < 0 or fork.start <= self._ends[fork.strand]
+            return (self._numbers if is_in_phase_a else rest_number)[fork.strand]
 
         for i, (strand, end) in enumerate(zip(self._group.strands, self._ends, strict=True)):
             if end < strand.end:
                 rest_number[i] = len(strands)
-                parent = self._numbers[i] if i in self._numbers else number_before(strand.parent, strand.start)
+                parent = self._numbers[i] if i in self._numbers else number_before(strand.fork)
                 strands.append(strand._replace(start=max(end, strand.start), parent=parent))
-        forks = tuple(fork._replace(strand=number_before(*fork)) for fork in self._group.forks)
+        forks = tuple(fork._replace(strand=number_before(fork)) for fork in self._group.forks)
         split = replace(self._group, strands=tuple(strands), forks=forks, num_outer=len(self._strands))
         return split.with_rows(members).pruned()

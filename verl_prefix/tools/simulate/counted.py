@@ -63,7 +63,7 @@ def _counted_head_tokens(layout: Layout) -> torch.Tensor:
     if layout.output_index is None or not isinstance(layout.places, FakeTensor):
         whole: torch.Tensor = _head_tokens(layout)
         return whole
-    kept = sum(group.num_strand_outputs for group in layout.groups) if layout.num_strand_tokens else 0
+    kept = sum(group.num_own_strand_outputs for group in layout.groups) if layout.num_strand_tokens else 0
     if layout.num_tokens > layout.num_strand_tokens:
         pairs = (pair for g in layout.groups for pair in zip(g.suffix_lens, g.output_lens, strict=True))
         kept += sum(min(pair) for pair in pairs)

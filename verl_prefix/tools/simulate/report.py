@@ -141,7 +141,7 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
     each with the rest of the job's longest group as it is; None: nothing does. No prompt and response are longer than
     the model's positions."""
     hardware = replace(hardware, capacity=gib * GIB)  # the offload fetches back as much as there is room for
-    group = max(job.groups, key=lambda one: one.num_strand_tokens + max(one.suffix_lens))
+    group = max(job.groups, key=lambda one: one.num_own_strand_tokens + max(one.suffix_lens))
     suffix, rows = max(group.suffix_lens), len(group.rows)
     shown = job.grids[job.groups.index(group)] if job.grids else ()
     shortest = 64 + (num_features(shown, job.config) if shown else 0)
@@ -166,13 +166,13 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
         if arm.path == "packed":
             return {
                 "prompt": prompt,
-                "group": longest(lambda n: peak(arm, group.num_strand_tokens, n, None), gib, 1, 64),
+                "group": longest(lambda n: peak(arm, group.num_own_strand_tokens, n, None), gib, 1, 64),
             }
         if wave is None:
             return {"prompt": prompt}
 
         def of_wave(tokens: int) -> float:
-            return peak(arm, group.num_strand_tokens, 2 * -(-tokens // suffix), tokens)
+            return peak(arm, group.num_own_strand_tokens, 2 * -(-tokens // suffix), tokens)
 
         return {"prompt": prompt, "wave": longest(of_wave, gib, suffix, 64 * suffix)}
 

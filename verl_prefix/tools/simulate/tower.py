@@ -51,7 +51,7 @@ class TowerPixels:
         self.grids, self.config = grids, config
 
     def of(self, groups: Sequence[Group], device: torch.device, tokens: Any = None) -> dict[str, torch.Tensor]:
-        return self.at([group.rows[0] for group in groups], [group.num_strand_tokens for group in groups], device)
+        return self.at([group.rows[0] for group in groups], [group.num_own_strand_tokens for group in groups], device)
 
     def at(self, rows: Sequence[int], lengths: Iterable[int], device: torch.device) -> dict[str, torch.Tensor]:
         """Arguments of `models.vision.forward` for a packed row: of these rows, one piece of so many tokens each."""
