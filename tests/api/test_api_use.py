@@ -142,7 +142,7 @@ IDS, ONES = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3)
         (dict(temperature=0), ValueError, "temperature=0: pass a number above 0"),
         (dict(max_tokens=0), ValueError, "max_tokens=0: pass a number of tokens >= 1"),
         (dict(logits_chunk=2.5), ValueError, "logits_chunk=2.5: pass a number of tokens >= 1"),
-        (dict(attention="flashy"), ValueError, "'flashy' is unknown; set one of"),
+        (dict(attention="flashy"), ValueError, "'flashy' is unknown; .*pass attention='auto'"),
     ],
 )
 def test_bad_input_says_what_to_pass(change, kind, message):

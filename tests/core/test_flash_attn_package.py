@@ -15,6 +15,7 @@ import torch
 from verl_prefix.core import kernels
 from verl_prefix.core.calls import Call, Spans
 from verl_prefix.core.kernels import aten, choose_kernel, flash_attn, reference
+from verl_prefix.models.advice import advising
 from verl_prefix.tools import doctor
 
 RECORDED = json.loads(Path(__file__).with_name("flash_attn_signatures.json").read_text())["interfaces"]
@@ -170,14 +171,14 @@ def test_the_first_log_line_says_what_a_missing_fa3_costs_and_how_to_install_it(
     caplog.clear()
     if modules:
         choose_kernel("flash_attn", "cuda", torch.bfloat16, 128)
-        assert caplog.messages == [line.replace("attention=auto", "attention=flash_attn")]
+        assert caplog.messages == [line.replace("kernel auto", "kernel flash_attn")]
     told = (
         "flash_attn_interface, the fastest attention for this GPU, is not installed or has unknown arguments: updates "
         "take longer (about 13 % of an update of an 8B model, estimated for prompts of 8k tokens, 8 responses of 1k "
         "each): pip install --no-deps flash-attn-3 --index-url https://download.pytorch.org/whl/cu128"
     )
     end = "" if "_FA3" in modules else f"; {told}"
-    assert line == f"prefix.attention=auto: verl_prefix.core.kernels.{chosen}{end}"
+    assert line == f"prefix: attention kernel auto: verl_prefix.core.kernels.{chosen}{end}"
     monkeypatch.setattr(
         doctor, "_platform", lambda: types.SimpleNamespace(device_name="cuda", is_available=lambda: True)
     )
@@ -230,8 +231,7 @@ def test_a_kernel_is_chosen_anew_once_algorithms_must_be_deterministic(install, 
 
 def test_on_a_gpu_nothing_falls_back_to_the_dense_reference_unasked(install):
     install((9, 0), _FA2=fa2)
-    with pytest.raises(
-        ValueError, match="no fast kernel for cuda, torch.float32.*bf16 .*autocast.*attention='reference'"
-    ):
+    told = "no fast attention kernel for cuda, torch.float32.*bf16 .*autocast.*attention='reference'"
+    with pytest.raises(ValueError, match=told), advising():
         choose_kernel("auto", "cuda", torch.float32, 64)
     assert choose_kernel("auto", "cuda", torch.bfloat16, 64, softcap=True) is flash_attn

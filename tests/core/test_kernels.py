@@ -10,6 +10,7 @@ from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.runs import Segment
+from verl_prefix.models.advice import advising
 
 SPANS = {
     True: Spans((0, 5, 6, 23), (0, 5, 6, 23)),
@@ -115,12 +116,12 @@ def test_kernel_choice_says_what_is_wrong():
     assert (
         aten.unsupported("cuda", torch.float32, 64, softcap=False) == "dtype is torch.float32, not bfloat16 or float16"
     )
-    with pytest.raises(ValueError, match="prefix.attention='magi' is unknown; set one of"):
+    with pytest.raises(ValueError, match="attention kernel 'magi' is unknown; there are auto, cpu"):
         choose_kernel("magi", "cpu", torch.float32, 64)
     assert choose_kernel("auto", "cpu", torch.float32, 64, softcap=True) is reference
-    with pytest.raises(ValueError, match="prefix.attention='cpu' cannot run here: it has no softcap"):
+    with pytest.raises(ValueError, match="attention kernel 'cpu' cannot run here: it has no softcap"):
         choose_kernel("cpu", "cpu", torch.float32, 64, softcap=True)
-    with pytest.raises(ValueError, match="prefix.attention='aten' cannot run here: .*; set prefix.attention=auto"):
+    with pytest.raises(ValueError, match="'aten' cannot run here: .*; set .*prefix.attention=auto"), advising():
         choose_kernel("aten", "cpu", torch.float32, 64)
 
 

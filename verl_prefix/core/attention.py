@@ -81,7 +81,7 @@ class AttentionPass:
         Under sequence parallelism T counts this rank's tokens of the packed row.
 
         Raises:
-            ValueError: no kernel can run such inputs, or not the one that was asked for (`kernels.choose_kernel`).
+            NoKernel: no kernel can run such inputs, or not the one that was asked for (`kernels.choose_kernel`).
             CannotShare: the layer runs a second time in one forward.
         """
         in_backward = torch._C._current_graph_task_id() >= 0  # where gradient checkpointing runs a layer again

@@ -13,8 +13,17 @@ _MANY = 8  # items that a message lists
 _running: ContextVar["annotate_errors | None"] = ContextVar("running", default=None)
 
 
+# Who knows the users adds to these what they set instead (`models.advice`).
 class CannotShare(RuntimeError):
-    """A model's layers run otherwise than a shared prefix needs. Who knows the users adds what they set instead."""
+    """A model's layers run otherwise than a shared prefix needs."""
+
+
+class NoKernel(ValueError):
+    """The attention kernel that was asked for is unknown, or cannot run a layer's inputs."""
+
+
+class NoFastKernel(NoKernel):
+    """No attention kernel for a GPU can run a layer's inputs."""
 
 
 def add_note(error: BaseException, note: str) -> None:

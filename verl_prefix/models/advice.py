@@ -1,12 +1,19 @@
-"""What users set where a model cannot share prefixes."""
+"""What users set where a model cannot share prefixes, or no attention kernel can run it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verl_prefix.core.errors import CannotShare
+from verl_prefix.core.errors import CannotShare, NoFastKernel, NoKernel
 
 WITHOUT_SHARING = "actor_rollout_ref.actor.prefix.schedule=stock"  # users of verl, whatever their engine
 WHOLE_ROWS = f"set {WITHOUT_SHARING}, or without verl call the model on whole rows"
+_KERNEL = "actor_rollout_ref.actor.prefix.attention"
+_OTHER_KERNEL = f"set {_KERNEL}=auto, or without verl pass attention='auto'"
+_SLOW_KERNEL = (
+    "set actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16 (without verl: call inside "
+    f"torch.autocast), install flash-attn, or set {_KERNEL}=reference (without verl: pass attention='reference'), "
+    "which is dense and slow"
+)
 
 
 @contextmanager
@@ -16,4 +23,7 @@ def advising() -> Iterator[None]:
         yield
     except CannotShare as error:
         error.args = (f"{error}; {WHOLE_ROWS}",)
+        raise
+    except NoKernel as error:
+        error.args = (f"{error}; {_SLOW_KERNEL if isinstance(error, NoFastKernel) else _OTHER_KERNEL}",)
         raise

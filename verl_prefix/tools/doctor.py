@@ -200,6 +200,7 @@ def _check_kernels() -> Iterator[Finding]:
     import torch
 
     from verl_prefix.core.kernels import available_kernels, choose_kernel, flash_attn
+    from verl_prefix.models.advice import advising
 
     for name, state in available_kernels().items():
         yield Finding("ok" if state == "ok" else "info", f"attention kernel {name}: {state}")
@@ -209,7 +210,8 @@ def _check_kernels() -> Iterator[Finding]:
         device, dtype = "cpu", torch.float32  # of +platform=cpu
     line = f"prefix.attention=auto on {device} in {dtype}, head dim {HEAD_DIM}"
     try:
-        chosen = choose_kernel("auto", device, dtype, HEAD_DIM).__name__
+        with advising():
+            chosen = choose_kernel("auto", device, dtype, HEAD_DIM).__name__
     except ValueError as error:
         yield Finding("FAIL", line, str(error))
     else:

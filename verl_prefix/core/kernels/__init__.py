@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from verl_prefix.core.calls import Call
+from verl_prefix.core.errors import NoFastKernel, NoKernel
 from verl_prefix.core.kernels import aten, cpu, flash_attn, reference
 from verl_prefix.core.kernels.flash_attn import is_deterministic
 
@@ -55,14 +56,14 @@ def available_kernels() -> dict[str, str]:
 
 
 def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> Kernel:
-    """The kernel for `prefix.attention`; chosen once, and again where `is_deterministic` changes.
+    """The kernel by name; chosen once, and again where `is_deterministic` changes.
 
     Args:
         name: "auto", or a key of `KERNELS`.
 
     Raises:
-        ValueError: unknown name; the kernel that was asked for cannot run these inputs; or "auto" finds no fast kernel
-            on CUDA.
+        NoKernel: unknown name; the kernel that was asked for cannot run these inputs; or (`NoFastKernel`) "auto" finds
+            no fast kernel on CUDA.
     """
     return _chosen(name, device_type, dtype, head_dim, softcap, is_deterministic())
 
@@ -79,7 +80,7 @@ def _chosen(
     def log(chosen: Kernel) -> Kernel:
         missed = flash_attn.missed() if device_type == "cuda" else None
         more = "; {}: {}".format(*missed) if missed else ""
-        logger.warning("prefix.attention=%s: %s%s", name, chosen.__name__, more)  # workers print this level
+        logger.warning("prefix: attention kernel %s: %s%s", name, chosen.__name__, more)  # workers print this level
         return chosen
 
     if name == "auto":
@@ -89,19 +90,11 @@ def _chosen(
         what = f"{device_type}, {dtype}, head dim {head_dim}{', softcap' if softcap else ''}"
         if device_type == "cuda":
             reasons = "; ".join(f"{other}: {refusal(KERNELS[other])}" for other in ("flash_attn", "aten"))
-            raise ValueError(
-                f"prefix.attention=auto: no fast kernel for {what} ({reasons}); set "
-                "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16 (without verl: call inside "
-                "torch.autocast), install flash-attn, or set prefix.attention=reference (without verl: pass "
-                "attention='reference'), which is dense and slow"
-            )
-        logger.warning("prefix.attention=auto: no fast kernel for %s; the dense reference runs, which is slow", what)
+            raise NoFastKernel(f"no fast attention kernel for {what} ({reasons})")
+        logger.warning("prefix: no fast attention kernel for %s; the dense reference runs, which is slow", what)
         return reference
     if name not in KERNELS:
-        raise ValueError(f"prefix.attention={name!r} is unknown; set one of {['auto', *KERNELS]}")
+        raise NoKernel(f"attention kernel {name!r} is unknown; there are auto, {', '.join(KERNELS)}")
     if reason := refusal(KERNELS[name]):
-        raise ValueError(
-            f"prefix.attention={name!r} cannot run here: {reason}; set prefix.attention=auto (without verl: pass "
-            "attention='auto')"
-        )
+        raise NoKernel(f"attention kernel {name!r} cannot run here: {reason}")
     return log(KERNELS[name]) if name == "flash_attn" else KERNELS[name]

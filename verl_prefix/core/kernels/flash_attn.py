@@ -81,13 +81,13 @@ def _installed() -> list[_Interface]:
         try:
             module = importlib.import_module(name)
         except ImportError as error:  # not installed, or built for another torch
-            logger.info("prefix.attention: %s cannot be imported: %s", name, error)
+            logger.info("prefix: %s cannot be imported: %s", name, error)
             continue
         run, run_backward = (getattr(module, function, None) for function in (forward_name, backward_name))
         if run is not None and run_backward is not None and _has_arguments(run) and _has_arguments(run_backward):
             found.append(_Interface(name, run, run_backward))
         else:
-            logger.warning("prefix.attention: %s has other arguments than we know and is left out", name)
+            logger.warning("prefix: %s has other arguments than we know and is left out", name)
     return found
 
 
