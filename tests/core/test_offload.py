@@ -606,6 +606,13 @@ def test_host_room_leaves_an_eighth_of_machine_and_container(monkeypatch, tmp_pa
     assert host_memory.host_room() == 300
 
 
+def test_pages_are_taken_where_the_room_of_the_host_is_not_known(monkeypatch, tmp_path, pages):
+    """As on macOS, which has no /proc/meminfo."""
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "none")
+    assert host_memory.host_room() is None
+    assert pages.take() is not None
+
+
 def test_a_storage_that_is_back_and_never_asked_for_waits_for_its_copy_before_it_is_freed(monkeypatch):
     """MOCK: the event behind a copy to the device, which on CPU there is none of."""
     waited, events, to_device = [], [], HostCopies.to_device

@@ -14,8 +14,11 @@ LEAVING_BYTES = 2 << 30
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-def host_room() -> int:
-    """Bytes of host memory left to take: an eighth of the machine's, or of the container's (cgroup v2), stays free."""
+def host_room() -> int | None:
+    """Bytes of host memory left to take: an eighth of the machine's, or of the container's (cgroup v2), stays free.
+    None: not known, as on a machine without /proc."""
+    if not MEMINFO.exists():
+        return None
     sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in MEMINFO.read_text().splitlines()}
     room = sizes["MemAvailable:"] - sizes["MemTotal:"] // 8
     limit = CGROUP / "memory.max"
@@ -47,7 +50,7 @@ class HostPages:
 
     def take(self) -> torch.Tensor | None:
         """A page, or None where the host has no room for another."""
-        if not self.free and host_room() >= PAGE_BYTES:
+        if not self.free and ((room := host_room()) is None or room >= PAGE_BYTES):
             self.free.append(torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self.stream is not None))
             self.num_pages += 1
         return self.free.pop() if self.free else None
