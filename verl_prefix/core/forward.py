@@ -15,9 +15,10 @@ from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.runs import on_device
 from verl_prefix.core.sequence_parallel import Shards
 
-# (numbers of tokens [n], their logits [n, vocabulary]) -> what the loss needs of each token [n, k]: the pass's outputs.
-# The numbers are places in the batch for `PackedForward.of_logits`, and indices into `head_tokens` for a model.
+# (places of tokens in the batch [n], their logits [n, vocabulary]) -> what the loss needs of each [n, k]: its outputs.
 LogitsFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# The same by which of a forward's `head_tokens` they are, [n], since a model knows no places.
+HeadFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LOGITS_CHUNK = 4096  # tokens whose logits exist at once, where nobody says otherwise
 _OUTPUTS = "outputs"  # key of the prefix cache: outputs of strand tokens
 
@@ -56,12 +57,12 @@ class Model(Protocol):
 
     def token_outputs(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, head_tokens: torch.Tensor,
-        attention_pass: AttentionPass, of_logits: LogitsFn | None, logits_chunk: int,
+        attention_pass: AttentionPass, of_head: HeadFn | None, logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         """Runs a packed row [T] forward; returns the outputs [n, k] of `head_tokens` [n].
 
-        With `of_logits` None nobody reads the result. It is [n, 1], without lm_head; a backward can start from it."""
+        With `of_head` None nobody reads the result. It is [n, 1], without lm_head; a backward can start from it."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,11 @@ class PackedForward:
         places, head_tokens = on_device(places, device), on_device(head_tokens, device)
         attention_pass.head_tokens = head_tokens
         head_places = places[head_tokens]
-        of_head = of_logits and (lambda numbers, logits: of_logits(head_places[numbers], logits))
+        of_head: HeadFn | None = of_logits and (lambda which, logits: of_logits(head_places[which], logits))
         pixels = tokens.pixels and tokens.pixels.of(layout.groups, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
             tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=head_tokens,
-            attention_pass=attention_pass, of_logits=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
+            attention_pass=attention_pass, of_head=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
         if tokens.records and layout.groups:
             _record(tokens, attention_pass)

@@ -5,22 +5,22 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from verl_prefix.core.forward import LogitsFn
+from verl_prefix.core.forward import HeadFn
 
 
 class ChunkedHead:
-    """Replaces lm_head's forward: returns what `of_logits` makes of the logits of at most `chunk` tokens at a time.
+    """Replaces lm_head's forward: returns what `of_head` makes of the logits of at most `chunk` tokens at a time.
 
     Args:
         forward: the forward that it replaces: the class's, or one that others put on the instance.
-        of_logits: as in `core.forward.Model.token_outputs`.
+        of_head: as in `core.forward.Model.token_outputs`.
 
     Attributes:
         result: what it returned last.
     """
 
-    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], of_logits: LogitsFn | None, chunk: int) -> None:
-        self.forward, self.of_logits, self.chunk = forward, of_logits, chunk
+    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], of_head: HeadFn | None, chunk: int) -> None:
+        self.forward, self.of_head, self.chunk = forward, of_head, chunk
         self.result: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ class ChunkedHead:
         return self.result
 
     def _of_chunks(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.of_logits is None:
+        if self.of_head is None:
             return hidden.sum(-1, keepdim=True)
         which = torch.arange(hidden.shape[1], device=hidden.device)
         # Backward begins with the last chunk, whose logits are kept: they take no more memory than a recomputation's.
@@ -40,5 +40,5 @@ class ChunkedHead:
         return torch.cat([x.unsqueeze(0) for x in chunks], dim=1)  # no view, which FSDP2's hooks would warn of
 
     def _of(self, which: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.of_logits is not None
-        return self.of_logits(which, self.forward(hidden))
+        assert self.of_head is not None
+        return self.of_head(which, self.forward(hidden))

@@ -18,7 +18,7 @@ class HiddenStateModel(HookedModel):
         RuntimeError: the model's forward is in a wrapper whose context is not on.
     """
 
-    def _needs_all_logits(self, lm_head: object, of_logits: object) -> bool:
+    def _needs_all_logits(self, lm_head: object, of_head: object) -> bool:
         return True
 
     def logits(self, inputs: dict[str, Any], keep: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import AttentionParams
-from verl_prefix.core.forward import LogitsFn
+from verl_prefix.core.forward import HeadFn
 from verl_prefix.core.runs import on_device
 from verl_prefix.models import vision
 from verl_prefix.models.advice import WHOLE_ROWS, advising
@@ -125,11 +125,11 @@ class HookedModel:
         position_ids: torch.Tensor,
         head_tokens: torch.Tensor,
         attention_pass: AttentionPass,
-        of_logits: LogitsFn | None,
+        of_head: HeadFn | None,
         logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Runs one packed row, inside `grouped_attention`, and returns what `of_logits` makes of its logits: [n, k].
+        """Runs one packed row, inside `grouped_attention`, and returns what `of_head` makes of its logits: [n, k].
 
         lm_head runs inside the model's forward, where FSDP2 has gathered its weight, on at most `logits_chunk` tokens
         at a time. All chunks but the last are checkpointed, so that at most logits_chunk x vocabulary logits exist at
@@ -138,7 +138,7 @@ class HookedModel:
         Args:
             input_ids: [T] int64. position_ids: [T] or [4, T] int64.
             head_tokens: [n] int64, those that go through lm_head.
-            of_logits: (which of `head_tokens`, [m] int64; their logits [m, vocabulary]) -> [m, k]; None: sums of hidden
+            of_head: (which of `head_tokens`, [m] int64; their logits [m, vocabulary]) -> [m, k]; None: sums of hidden
                 states come back, [n, 1], and lm_head's weight gets no gradient.
             pixels: of a vision model, `PixelBatch.of` this row.
 
@@ -148,11 +148,11 @@ class HookedModel:
         """
         calls = attention_pass.num_calls
         lm_head = self.model.get_output_embeddings()
-        whole = lm_head is None or self._needs_all_logits(lm_head, of_logits)
+        whole = lm_head is None or self._needs_all_logits(lm_head, of_head)
         inputs = self.inputs(input_ids, position_ids, attention_pass)
         with self.expert_loads.counting(attention_pass, head_tokens.device), ExitStack() as stack:
             if not whole:
-                head = ChunkedHead(lm_head.forward, of_logits, logits_chunk)
+                head = ChunkedHead(lm_head.forward, of_head, logits_chunk)
                 stack.enter_context(replaced(lm_head, "forward", head))
             logits = self.logits(inputs, head_tokens, dict(tower=attention_pass.layout.phase != "phase_b", **pixels))
         self.check_calls(attention_pass.num_calls - calls)
@@ -161,7 +161,7 @@ class HookedModel:
                 f"logits_to_keep asked {type(self.model).__name__} for logits of {len(head_tokens)} tokens, and it "
                 f"returned those of {logits.shape[1]}; {WHOLE_ROWS}, and report this model"
             )
-        if not whole and of_logits is not None and not self.hands_on(head.result, logits):
+        if not whole and of_head is not None and not self.hands_on(head.result, logits):
             raise RuntimeError(
                 f"{type(self.model).__name__} changed what lm_head returned, and no hook, forward or config key shows "
                 f"that; {WHOLE_ROWS}, and report this model"
@@ -169,7 +169,7 @@ class HookedModel:
         if not whole:
             return logits[0]
         which = torch.arange(len(head_tokens), device=head_tokens.device)
-        return logits[0].sum(-1, keepdim=True) if of_logits is None else of_logits(which, logits[0])
+        return logits[0].sum(-1, keepdim=True) if of_head is None else of_head(which, logits[0])
 
     def logits(self, inputs: dict[str, Any], keep: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
         """Logits [1, n, vocabulary] of tokens `keep`, or what lm_head returns where it was replaced.
@@ -206,13 +206,13 @@ class HookedModel:
         made = made.to(logits.dtype)
         return logits.shape == made.shape and torch.allclose(logits, made, rtol=0, atol=0, equal_nan=True)
 
-    def _needs_all_logits(self, lm_head: torch.nn.Module, of_logits: LogitsFn | None) -> bool:
+    def _needs_all_logits(self, lm_head: torch.nn.Module, of_head: HeadFn | None) -> bool:
         """Whether somebody behind lm_head has to see all logits. One warning says who."""
         others = readers(self.model, lm_head)
         if others:
             text = "prefix: all logits of a pass exist at once, since %s may change them"
             warn_once(logger, text, ", ".join(others))
-        return bool(others) or (of_logits is not None and scales_logits(self.text_config))
+        return bool(others) or (of_head is not None and scales_logits(self.text_config))
 
     def inputs(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_pass: AttentionPass

@@ -29,7 +29,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import AttentionParams
-from verl_prefix.core.forward import LogitsFn
+from verl_prefix.core.forward import HeadFn
 from verl_prefix.core.runs import len_of, on_device
 from verl_prefix.models.advice import WITHOUT_SHARING, advising
 from verl_prefix.models.experts import ExpertLoads
@@ -116,7 +116,7 @@ class MegatronModel:
         position_ids: torch.Tensor,
         head_tokens: torch.Tensor,
         attention_pass: AttentionPass,
-        of_logits: LogitsFn | None,
+        of_head: HeadFn | None,
         logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
@@ -132,7 +132,7 @@ class MegatronModel:
         with ExitStack() as stack:
             if not self.is_early_stage:
                 layer = self._model.output_layer
-                head = functools.partial(self._head, layer.forward, head_tokens, of_logits, logits_chunk)
+                head = functools.partial(self._head, layer.forward, head_tokens, of_head, logits_chunk)
                 stack.enter_context(replaced(layer, "forward", head))
             result: torch.Tensor = self._module(ids[None], running.positions[None], None)
         if running.routes is not None and self._config.sequence_parallel and not torch.is_grad_enabled():
@@ -205,10 +205,10 @@ class MegatronModel:
         return out.flatten(1).unsqueeze(1)
 
     def _head(
-        self, forward: Callable[..., Any], head_tokens: torch.Tensor, of_logits: LogitsFn | None, chunk: int,
+        self, forward: Callable[..., Any], head_tokens: torch.Tensor, of_head: HeadFn | None, chunk: int,
         hidden: torch.Tensor, weight: torch.Tensor | None = None, **kwargs: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Replaces the forward of the output layer: hidden states [t, 1, H] -> what `of_logits` makes of the logits of
+        """Replaces the forward of the output layer: hidden states [t, 1, H] -> what `of_head` makes of the logits of
         `head_tokens` [n, 1, k]."""
         layer = self._model.output_layer
         sequence = layer.sequence_parallel
@@ -224,7 +224,7 @@ class MegatronModel:
             return found.squeeze(1)
 
         chosen = hidden.squeeze(1).index_select(0, head_tokens)
-        return ChunkedHead(logits, of_logits, chunk)(chosen.unsqueeze(0)).transpose(0, 1), None
+        return ChunkedHead(logits, of_head, chunk)(chosen.unsqueeze(0)).transpose(0, 1), None
 
     def _route(
         self, layer: int, router: Any, routing: Callable[..., tuple[torch.Tensor, torch.Tensor]], logits: torch.Tensor,

@@ -297,7 +297,7 @@ class Simulation:
                 head_tokens = head_tokens.to(self.device)
                 outputs = self.hooked.token_outputs(
                     ids, positions, head_tokens=head_tokens, attention_pass=attention,
-                    of_logits=lambda some, logits: self._log_probs(index[head_tokens[some]], logits, update),
+                    of_head=lambda which, logits: self._log_probs(index[head_tokens[which]], logits, update),
                     logits_chunk=job.memory.logits_chunk or LOGITS_CHUNK, pixels=pixels,
                 )  # fmt: skip
             if attention.shards is not None:
