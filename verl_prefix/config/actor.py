@@ -126,15 +126,19 @@ def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:
 
 
 def gradient_without_advantage(actor: Any) -> str:
-    """What gives rows without advantage a gradient: a key of `actor_rollout_ref.actor` with its value, and what to set
-    instead; "": nothing does. actor: dataclass of the section."""
-    mode = actor.policy_loss.get("loss_mode", "vanilla")
+    """What gives rows without advantage a gradient: a key with its value, and what to set instead; "": nothing does.
+
+    Args:
+        actor: dataclass of `actor_rollout_ref.actor`.
+    """
+    key, mode = "actor_rollout_ref.actor", actor.policy_loss.get("loss_mode", "vanilla")
     if actor.entropy_coeff:
-        return f"entropy_coeff={actor.entropy_coeff}; set it to 0"
+        return f"{key}.entropy_coeff={actor.entropy_coeff}; set it to 0"
     if actor.use_kl_loss:
-        return "use_kl_loss=True; set it to False (algorithm.use_kl_in_reward=True has the divergence in advantages)"
+        in_reward = "algorithm.use_kl_in_reward=True has the divergence in advantages"
+        return f"{key}.use_kl_loss=True; set it to False ({in_reward})"
     if mode not in MULTIPLES_OF_ADVANTAGE:
-        return f"policy_loss.loss_mode={mode}; set it to one of {', '.join(MULTIPLES_OF_ADVANTAGE)}"
+        return f"{key}.policy_loss.loss_mode={mode}; set it to one of {', '.join(MULTIPLES_OF_ADVANTAGE)}"
     return ""
 
 
@@ -233,7 +237,7 @@ class PrefixActor:
             why = gradient_without_advantage(self)
             refuse(
                 self.prefix.skip_zero_advantage and why,
-                f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that have a gradient under {key}.{why}, or set "
+                f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that have a gradient under {why}, or set "
                 f"{SKIP_ZERO_ADVANTAGE}=False",
             )
         super().__post_init__()  # type: ignore[misc]
