@@ -36,7 +36,7 @@ pytest_plugins = ["processes"]
 def nothing_warned_of() -> None:
     """What is warned of once is warned of anew, whatever other tests did."""
     if versions := sys.modules.get("verl_prefix.versions"):
-        versions.warn_once.cache_clear()
+        versions.WARNED.clear()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,6 @@ checked there, but where our configs, trainers and the API's batches are made: t
 module imports the standard library alone, since it must work where verl does not.
 """
 
-import functools
 import importlib.metadata
 import importlib.util
 import logging
@@ -13,7 +12,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ OVERRIDE_TRANSFORMERS = "VERL_PREFIX_ALLOW_UNTESTED_TRANSFORMERS"
 # verl hands few environment variables on to workers; those of a Ray cluster that is up already have that cluster's.
 IN_RAY = "(in a running Ray cluster also \"+ray_kwargs.ray_init.runtime_env.env_vars.{}='{}'\")"
 INSTALL = "run pip install . in a clone of this package"
+WARNED: set[Hashable] = set()  # what `warn_once` has logged
 COMMIT = "VERL_PREFIX_COMMIT"  # the commit of a copy of this code that is neither installed nor a checkout
 
 
@@ -97,10 +97,13 @@ def moving_verl() -> str | None:
     )
 
 
-@functools.cache
-def warn_once(log: logging.Logger, message: str, *values: object) -> None:
-    """Logs a warning once in a process. The same message with other values is another warning."""
-    log.warning(message, *values)
+def warn_once(log: logging.Logger, message: str, *values: object, key: object = None) -> None:
+    """Logs a warning once in a process. The same message with other values is another warning; with a `key` it is one
+    for each key, logged with its first values."""
+    warning = log, message, values if key is None else key
+    if warning not in WARNED:
+        WARNED.add(warning)
+        log.warning(message, *values)
 
 
 def check_versions() -> None:

@@ -781,8 +781,10 @@ def _reasons_for_stock(models: dict) -> list[str]:
 
 def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
     """What two updates say, and passes A of the second."""
+    from verl_prefix import versions
     from verl_prefix.engine import paths
 
+    versions.WARNED.clear()
     groups = {"groups": [(uid, 20, [6, 7], "") for uid in "abcde"]}
     options = {"schedule": "phased", "verify": "off"} | dict(options)
     engine, said = _engine("prefix", models["qwen3"], options), []

@@ -38,7 +38,7 @@ class Paths:
     """Plans an engine's batches, once the engine has its model.
 
     Args:
-        runner: makes a runner of (outputs, step, forward_only). headroom: of this rank's device.
+        new_runner: makes a `PlanRunner` of (outputs, step, forward_only). headroom: of this rank's device.
         role: the engine's, as of `config.actor.role_of`.
 
     Attributes:
@@ -47,13 +47,12 @@ class Paths:
     """
 
     def __init__(
-        self, backend: Backend, options: PrefixConfig, runner: Callable[..., PlanRunner], headroom: Headroom,
-        role: str,
+        self, backend: Backend, options: PrefixConfig, new_runner: Callable[..., PlanRunner],
+        headroom: Headroom, role: str,
     ) -> None:  # fmt: skip
         self.options, self._role = options, role
         self.always = WhyStock("prefix.schedule=stock") if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
-        self._told: set[str] = set()
         if self.always is not None:
             return
         self._stock_facts = facts = backend.stock_facts
@@ -72,7 +71,7 @@ class Paths:
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
             return measure(
                 costs.shape, budget, batch_tokens=batch_tokens, device=torch.device(get_device_name()),
-                new_runner=functools.partial(runner, logits_chunk=costs.memory.chunk),
+                new_runner=functools.partial(new_runner, logits_chunk=costs.memory.chunk),
                 gradients_aside=backend.gradients_aside, forward_only=forward_only,
             )  # fmt: skip
 
@@ -145,7 +144,8 @@ class Paths:
             return {}
         bubble = self.costs.timeline(path, "forward" if forward_only else "update", self.costs.flops()).bubble
         if not forward_only and torch.distributed.get_rank() == 0:
-            self._tell_once("prefix: stages of the pipeline are expected to wait %.0f%% of an update", 100 * bubble)
+            text = "prefix: stages of the pipeline are expected to wait %.0f%% of an update"
+            warn_once(logger, text, 100 * bubble, key=self._role)
         return {"prefix/predicted_bubble": bubble}
 
     def _tell_long_rows(self, batch: BatchRows, budget: int, forward_only: bool) -> None:
@@ -163,13 +163,12 @@ class Paths:
         """Says once where a plan does not heed `prefix.wave_tokens`."""
         waves, offload = self.options.wave_tokens, self.options.offload
         if waves is not None and not leaves_room(waves, budget, offload):
-            self._tell_once(
+            warn_once(
+                logger,
                 "prefix: prefix.wave_tokens=%d %s the %d tokens of a pass, and is not heeded in such; set a smaller "
-                "number, or null", waves, "is over" if offload else "leaves nothing for prefixes of", budget,
-            )  # fmt: skip
-
-    def _tell_once(self, message: str, *values: object) -> None:
-        """Logs a message once, with the first values of it alone."""
-        if message not in self._told:
-            self._told.add(message)
-            logger.warning(message, *values)
+                "number, or null",
+                waves,
+                "is over" if offload else "leaves nothing for prefixes of",
+                budget,
+                key=self._role,
+            )
