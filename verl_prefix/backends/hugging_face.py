@@ -84,7 +84,7 @@ class HFBackend(Backend):
         shards = (local_shard(p) for p in self._engine.module.parameters() if p.requires_grad)
         return float(sum(shard.nbytes for shard in shards if shard.device.type != "cpu"))
 
-    def runner(
+    def new_runner(
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
     ) -> PlanRunner:  # fmt: skip

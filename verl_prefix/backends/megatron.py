@@ -127,7 +127,7 @@ class MegatronBackend(Backend):
     def gradient_bytes(self) -> float:
         return 0.0  # the buffer that holds them is there before an update begins
 
-    def runner(
+    def new_runner(
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
     ) -> PlanRunner:  # fmt: skip

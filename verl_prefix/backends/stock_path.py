@@ -57,7 +57,7 @@ def replaying(engine: Any, replay: Replay) -> Iterator[None]:
     """Context in which verl's `engine` replays the routes of its micro-batches, or records them where these have the
     flag `RECORDS`: for FSDP verl does not. They are padded and cut as verl does it with tokens."""
     running = SimpleNamespace(routes=None)
-    inputs, outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
+    verls_inputs, verls_outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
 
     def records(micro_batch: TensorDict) -> bool:
         return bool(tu.get_non_tensor_data(micro_batch, RECORDS, False))
@@ -65,8 +65,8 @@ def replaying(engine: Any, replay: Replay) -> Iterator[None]:
     def is_packed(micro_batch: TensorDict) -> bool:
         return bool(tu.get_non_tensor_data(micro_batch, "use_remove_padding", True))
 
-    def prepare_model_inputs(micro_batch: TensorDict) -> Any:
-        model_inputs, args = inputs(micro_batch)
+    def inputs_with_routes(micro_batch: TensorDict) -> Any:
+        model_inputs, args = verls_inputs(micro_batch)
         ids, routes, running.routes = micro_batch["input_ids"], micro_batch.get(ROUTES, None), None
         if routes is None:
             if not records(micro_batch):  # ref's
@@ -82,8 +82,8 @@ def replaying(engine: Any, replay: Replay) -> Iterator[None]:
             running.routes = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
         return model_inputs, args
 
-    def prepare_model_outputs(output: Any, output_args: Any, micro_batch: TensorDict, **more: Any) -> Any:
-        model_output = outputs(output, output_args, micro_batch, **more)
+    def outputs_with_routes(output: Any, output_args: Any, micro_batch: TensorDict, **more: Any) -> Any:
+        model_output = verls_outputs(output, output_args, micro_batch, **more)
         if records(micro_batch):
             ids, routes = micro_batch["input_ids"], running.routes
             if is_packed(micro_batch):  # by bytes, since collectives know no int16
@@ -96,8 +96,8 @@ def replaying(engine: Any, replay: Replay) -> Iterator[None]:
         return model_output
 
     with (
-        replayed_routers(engine.module, running), replaced(engine, "prepare_model_inputs", prepare_model_inputs),
-        replaced(engine, "prepare_model_outputs", prepare_model_outputs),
+        replayed_routers(engine.module, running), replaced(engine, "prepare_model_inputs", inputs_with_routes),
+        replaced(engine, "prepare_model_outputs", outputs_with_routes),
     ):  # fmt: skip
         yield
 

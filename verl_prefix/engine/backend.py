@@ -159,11 +159,11 @@ class Backend(Protocol):
     def gradient_bytes(self) -> float:
         """Bytes of this rank's gradients, which an update will hold; 0 in an engine for log-probs alone."""
 
-    def runner(
+    def new_runner(
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
     ) -> PlanRunner:  # fmt: skip
-        """A runner that runs plans on this model, with its autocast and its synchronisation of gradients.
+        """Makes a runner of plans on this model, with its autocast and its synchronisation of gradients.
 
         Args:
             of_logits, options: of `core.forward.PackedForward`. step, offload, meter: of `core.runner.PlanRunner`.

@@ -91,7 +91,7 @@ class PrefixEngine:
             metrics |= self._verification.check(computed, groups, budget, plan, loss)
         if why := self._verification.failure:
             return self._take_stock_path(batch, loss, forward_only, why, metrics)
-        output, of_passes = self._run_shared(computed, groups, plan, loss, forward_only)
+        output, of_passes = self._choose_memory_and_run(computed, groups, plan, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
         metrics |= of_passes | exchange.metrics  # of both ways
         output["metrics"] |= self._step_metrics.report(metrics, batch, forward_only)
@@ -152,10 +152,10 @@ class PrefixEngine:
         )
         return rows.with_data(data)
 
-    def _run_shared(
+    def _choose_memory_and_run(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Runs a plan as `run_plan`, with as much kept as every rank's device has room for."""
+        """Runs a plan by `run_plan`, with as much kept as every rank's device has room for."""
         memory, meter = None, Meter()
         if not forward_only:
             # The peak of the waves is measured in the first update that has any, and then no more, since that resets
@@ -189,7 +189,7 @@ class PrefixEngine:
         # Routers count a row's last token in updates, which replay the routes that log-probs record (R2).
         last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
         results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
-        runner = self._runner(
+        runner = self._new_runner(
             results.token_outputs.of_logits, results.step, forward_only, offload=self.prefix_config.offload,
             keep_attention=memory.attention_kept, logits_chunk=memory.chunk, pass_type=pass_type, meter=meter,
         )  # fmt: skip
@@ -247,7 +247,7 @@ class PrefixEngine:
         """Ends the constructor: verl's engine is there, by `engine_config`. What needs the model follows in
         `initialize`."""
         self.backend = backend
-        self._runner = functools.partial(backend.runner, kernel=self.prefix_config.attention)
+        self._new_runner = functools.partial(backend.new_runner, kernel=self.prefix_config.attention)
         self._role = role_of(engine_config)
         self._verification = Verification(backend, self.prefix_config, self.run_plan)
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
@@ -271,7 +271,7 @@ class PrefixEngine:
             )
         self._headroom = Headroom(self.backend)
         self._update_meter = Meter()
-        self._paths = Paths(self.backend, self.prefix_config, self._runner, self._headroom, self._role)
+        self._paths = Paths(self.backend, self.prefix_config, self._new_runner, self._headroom, self._role)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Loads as verl's; after that no trace is recorded."""

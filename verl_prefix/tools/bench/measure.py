@@ -145,12 +145,12 @@ class Bench:
             result["seconds"]["log_probs"].append(run_arm(case, arm, train=False).seconds)
 
     def _rates(self, budget: int, batch_tokens: int, forward_only: bool) -> Rates:
-        def runner(of_logits: LogitsFn, step: Step, forward_only: bool) -> PlanRunner:
+        def new_runner(of_logits: LogitsFn, step: Step, forward_only: bool) -> PlanRunner:
             forward = PackedForward(HookedModel(self.model), of_logits)
             return PlanRunner(forward, step, None if forward_only else torch.Tensor.backward)
 
         return measure(
-            self.shape, budget, batch_tokens=batch_tokens, device=self.model.device, new_runner=runner,
+            self.shape, budget, batch_tokens=batch_tokens, device=self.model.device, new_runner=new_runner,
             gradients_aside=functools.partial(gradients_aside, self.model), forward_only=forward_only,
         )  # fmt: skip
 
