@@ -150,12 +150,11 @@ class Verification:
     def _miss(self, why: str) -> None:
         """Ends the run, or sends all batches from now on to the stock path."""
         batches = "batch of ref" if self._backend.has_no_updates else "update"
-        message = f"prefix.verify, {batches} {self._num_batches}: {why} and report it"
+        message = f"prefix.verify, {batches} {self._num_batches}: {why}"
         if self._options.verify_action == "raise":
-            raise RuntimeError(
-                f"{message}, or actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
-            )
-        self.failure = WhyStock(f"the self-check missed: {message}")
+            fallback = "actor_rollout_ref.actor.prefix.verify_action=fallback"
+            raise RuntimeError(f"{message}, or {fallback} to go on with the stock path. Please report this")
+        self.failure = WhyStock(f"the self-check missed: {message}. Please report this")
 
     def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:
         """Compares both paths of a group, on all ranks. Under top-k distillation its losses are compared, too."""
@@ -263,8 +262,8 @@ def _of_rows(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
     return found
 
 
-def _shared(group: Group, first: tuple[int, int], second: tuple[int, int]) -> int:
-    """Counts the tokens that the last rows of two units share."""
+def _num_shared_tokens(group: Group, first: tuple[int, int], second: tuple[int, int]) -> int:
+    """How many strand tokens the last rows of two units share."""
     forks = (group.forks[unit[1] - 1] for unit in (first, second))
     one, another = ({strand: end for strand, _, end in group.strands_before(fork)} for fork in forks)
     return max((min(end, another[strand]) for strand, end in one.items() if strand in another), default=0)
@@ -279,7 +278,8 @@ def _cheapest(groups: Sequence[Group], num_rows: int) -> Group:
         units = sorted(group.units(), key=lambda unit: -sum(group.suffix_lens[slice(*unit)]))
         least_rows = 3 if len(group.strands) > 1 and len(units) > 2 else 2
         if least_rows == 3:
-            farthest, *between, nearest = sorted(units[1:], key=lambda unit: _shared(group, units[0], unit))
+            by_shared = sorted(units[1:], key=lambda unit: _num_shared_tokens(group, units[0], unit))
+            farthest, *between, nearest = by_shared
             units = [units[0], nearest, farthest, *(unit for unit in units if unit in between)]
         most_rows = max(least_rows, min(_MOST_ROWS, num_rows // 24))
         tokens = [sum(sum(group.suffix_lens[slice(*unit)]) for unit in units[:n]) for n in range(least_rows, most_rows)]
