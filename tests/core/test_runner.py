@@ -240,3 +240,17 @@ def test_the_usage_of_the_readme_equals_repeated_prefix():
 def test_a_runner_keeps_and_offloads_nothing_unasked():
     plain = PlanRunner(PackedForward(model=None, of_logits=None))
     assert not plain.forward.keep_attention and not plain.offload
+
+
+@pytest.mark.parametrize("planned", [0, -1], ids=["packed", "waves"])
+def test_a_caller_who_leaves_forwards_out_is_told_before_any_phase_c(planned):
+    model, (tokens, _, batch) = build(), flatten(random_rollouts(SHAPE, 97), torch.device("cpu"))
+    one = planning.make_plan(batch, 60, "auto", wave_tokens=19).passes[planned]
+    runner = PlanRunner(PackedForward(HookedModel(model), lambda places, logits: logits[:, :1]))
+    told = "not all forwards of a pass ran"
+    with runner.forward.model.grouped_attention(), pytest.raises(RuntimeError, match=told):  # noqa: SIM117
+        with runner.forwards(tokens, one) as forwards:
+            for _, outputs in forwards:
+                outputs.sum().backward()
+                break
+    assert "phase_c" not in runner.meter.seconds

@@ -5,6 +5,7 @@ neither verl nor losses: what a forward returns goes to `step` where `run` compu
 `forwards` that calls backward itself (`api`).
 """
 
+import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -76,21 +77,25 @@ class PlanRunner:
     def forwards(self, tokens: TokenBatch, planned: Pass, last: bool = True) -> Iterator[Iterator[PassOutputs]]:
         """Context of one pass, inside `grouped_attention`. Entering runs phase A. Each iteration yields one forward: of
         the packed pass, or of a nested one; phases A and C of nested passes run as the iteration passes them.
-        Exhaust the iterator, since the last nested phase C runs only then. Leaving runs phase C with the gradients of
-        the forwards that ran. `last`: the run has no pass after this one, for `gradient_sync`.
+        Leaving runs phase C. `last`: the run has no pass after this one, for `gradient_sync`.
 
         The caller runs a forward's backward before it asks for the next forward: contexts of this generator
         (`gradient_sync`, `meter`) stay open at the yield. After an exception, and where no prefix has a gradient, there
         is no phase C. On leaving, everything of the prefix is freed in any case.
+
+        Raises:
+            RuntimeError: on leaving, where the iterator was not exhausted, as after a break: gradients lack the rest.
         """
         if isinstance(planned, PackedPass):
             with closing(self._packed(tokens, planned, last)) as packed, annotate_loop_body():
                 yield packed
+                _check_exhausted(packed)
             return
-        with self._phases_a_and_c(tokens, planned, None, last) as done:
-            nested = closing(self._nested(tokens, planned, done, last))
+        with self._phases_a_and_c(tokens, planned, None, last) as phase_a:
+            nested = closing(self._nested(tokens, planned, phase_a, last))
             with nested as forwards, annotate_loop_body(), self.meter.phase_b(tokens.input_ids.device):
                 yield forwards
+                _check_exhausted(forwards)
 
     @contextmanager
     def _phases_a_and_c(
@@ -99,11 +104,11 @@ class PlanRunner:
         """Context whose entering runs phase A, and whose leaving runs phase C."""
         device = tokens.input_ids.device
         with self.prefix_cache(device) as cache:
-            done = self.phase_a(tokens, planned, cache, outer)
-            yield done
-            if done.output.requires_grad:
+            phase_a = self.phase_a(tokens, planned, cache, outer)
+            yield phase_a
+            if phase_a.output.requires_grad:
                 with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
-                    cache.backward(done.output)
+                    cache.backward(phase_a.output)
 
     def _packed(
         self, tokens: TokenBatch, planned: PackedPass, last: bool, outer: PhaseA | None = None, part: str = ""
@@ -114,18 +119,18 @@ class PlanRunner:
         with phase, self.gradient_sync(last):
             yield self.forward.packed(tokens, layout, outer.caches if outer else ())
 
-    def _nested(self, tokens: TokenBatch, planned: PhasedPass, done: PhaseA, last: bool) -> Generator[PassOutputs]:
-        """Yields the forwards of all passes that are nested in the phase A `done`."""
+    def _nested(self, tokens: TokenBatch, planned: PhasedPass, phase_a: PhaseA, last: bool) -> Generator[PassOutputs]:
+        """Yields the forwards of all passes that are nested in the phase A `phase_a`."""
         # Where only lm_head is trained there is no phase C, and the backward before it is the last one.
-        last = last and not done.output.requires_grad
+        last = last and not phase_a.output.requires_grad
         num_waves = len(planned.waves)
         for number, nested in enumerate(planned.nested, start=1):
             is_last = last and number == len(planned.nested)
             if isinstance(nested, PackedPass):
                 part = f"wave {number} of {num_waves}" if isinstance(nested, Wave) else ""
-                yield from self._packed(tokens, nested, is_last, done, part)
+                yield from self._packed(tokens, nested, is_last, phase_a, part)
             else:
-                with self._phases_a_and_c(tokens, nested, done, is_last) as inner:
+                with self._phases_a_and_c(tokens, nested, phase_a, is_last) as inner:
                     yield from self._nested(tokens, nested, inner, is_last)
 
     def prefix_cache(self, device: torch.device) -> PrefixCache:
@@ -143,6 +148,11 @@ class PlanRunner:
                 tokens, layout, cache, with_head=planned.reads_strands, offloads=self.offload, outer_caches=caches
             )
         return PhaseA(layout, output, (*caches, cache))
+
+
+def _check_exhausted(forwards: Generator[PassOutputs]) -> None:
+    if inspect.getgeneratorstate(forwards) != inspect.GEN_CLOSED:
+        raise RuntimeError("not all forwards of a pass ran, and gradients lack their rows; go through all of them")
 
 
 def layout_of(planned: Pass, tokens: TokenBatch, outer: PhaseA | None = None) -> Layout:
