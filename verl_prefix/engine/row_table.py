@@ -69,9 +69,7 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> 
     pieces, the last of which has the same name and costs less. The logits of a response are a piece, too.
     """
     cost = functools.cache(functools.partial(row_cost, shape))
-    owners: list[int] = []
-    ends: list[int] = []
-    costs: list[float] = []
+    piece_row, piece_end, piece_cost = list[int](), list[int](), list[float]()
     lens_and_cuts = zip(rows.prompt_lens, rows.response_lens, row_cuts(rows, tree_rule), strict=True)
     for row, (prompt_len, response_len, cuts) in enumerate(lens_and_cuts):
         if response_len and row not in rows.dead:
@@ -80,46 +78,55 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> 
             places = [*places[:1], *places[1:][-LAST_CUTS:], end]
             upto = [cost(n, 0)[0] for n in places]
             logits = sum(cost(prompt_len - 1, response_len)) - upto[-1]
-            ends += [*places, end]
-            owners += [row] * (len(places) + 1)
-            costs += [*(after - before for before, after in itertools.pairwise([0.0, *upto])), logits]
-    names = Hashes(mix(rows.data["input_ids"].values().cpu()), rows.offsets).of(owners, ends)
-    of_row = torch.tensor(owners, dtype=torch.int64)
-    is_last = torch.cat([of_row.diff(), torch.ones(min(len(owners), 1), dtype=torch.int64)]) > 0
-    bits = torch.tensor(costs, dtype=torch.float64).view(torch.int64)
-    return torch.stack([of_row, torch.where(is_last, ~names, names), bits], 1)  # ~: of logits
+            piece_end += [*places, end]
+            piece_row += [row] * (len(places) + 1)
+            piece_cost += [*(after - before for before, after in itertools.pairwise([0.0, *upto])), logits]
+    names = Hashes(mix(rows.data["input_ids"].values().cpu()), rows.offsets).of(piece_row, piece_end)
+    of_row = torch.tensor(piece_row, dtype=torch.int64)
+    is_logits = torch.cat([of_row.diff(), torch.ones(min(len(of_row), 1), dtype=torch.int64)]) > 0  # a row's last piece
+    bits = torch.tensor(piece_cost, dtype=torch.float64).view(torch.int64)
+    return torch.stack([of_row, torch.where(is_logits, ~names, names), bits], 1)
 
 
-def _named(owners: np.ndarray, names: np.ndarray) -> np.ndarray:
-    """One name for each pair of an owner and a name."""
-    return names ^ mix(torch.from_numpy(owners)).numpy()
-
-
-def _owners(members: Sequence[Sequence[int]], num: int) -> np.ndarray:
-    """Returns the number of the owner of each of `num` members."""
-    owners = np.empty(num, np.int64)
+def _owner_of(members: Sequence[Sequence[int]], num: int) -> np.ndarray:
+    """The number of the owner of each of `num` members, given each owner's members."""
+    owner_of = np.empty(num, np.int64)
     for owner, of_owner in enumerate(members):
-        owners[of_owner] = owner
-    return owners
+        owner_of[of_owner] = owner
+    return owner_of
 
 
-def _cheapest_pieces(session_of: np.ndarray, pieces: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns each piece of a session once, at its lowest cost: sessions, names and costs.
+class _Pieces(NamedTuple):
+    """Of each piece of each session, [n]: the session's number, the piece's name, and its cost."""
+
+    session: np.ndarray
+    name: np.ndarray
+    cost: np.ndarray
+
+
+def _cheapest_pieces(session_of_row: np.ndarray, pieces: torch.Tensor) -> _Pieces:
+    """The pieces of sessions, each once for a session: at the lowest cost that its rows have it for.
 
     Args:
-        session_of: of each row. pieces: of all rows, as `describe_pieces` makes them.
+        pieces: of all rows, as `describe_pieces` makes them.
     """
-    row, names, bits = pieces.T.contiguous().numpy()
-    unique, first, index = np.unique(_named(session_of[row], names), return_index=True, return_inverse=True)
-    costs = np.full(len(unique), np.inf)
-    np.minimum.at(costs, index, bits.view(np.float64))
-    return session_of[row[first]], names[first], costs
+    row, name, bits = pieces.T.contiguous().numpy()
+    session = session_of_row[row]
+    unique, first, number = np.unique(_name_of(session, name), return_index=True, return_inverse=True)
+    cost = np.full(len(unique), np.inf)
+    np.minimum.at(cost, number, bits.view(np.float64))
+    return _Pieces(session[first], name[first], cost)
 
 
-def _counts(owners: np.ndarray, names: np.ndarray) -> np.ndarray:
-    """Counts, for each name, how often its owner has it."""
-    _, index, count = np.unique(_named(owners, names), return_inverse=True, return_counts=True)
-    return count[index]
+def _times_owned(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
+    """How often each item's owner has an item of its name, [n]."""
+    _, number, times = np.unique(_name_of(owner, name), return_inverse=True, return_counts=True)
+    return times[number]
+
+
+def _name_of(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
+    """One name for each pair of an owner and a name, [n]."""
+    return name ^ mix(torch.from_numpy(owner)).numpy()
 
 
 class AllRows:
@@ -154,30 +161,43 @@ class AllRows:
         """Places each uid on one rank, or its sessions on several where balance needs it. All rows of a session are on
         one rank; only where sessions are fewer than ranks, a rank without any gets one row of another's.
 
-        For `place_rows` a session is one row. Its prefix is the trunks, which are pieces that all sessions of the uid
-        have; its suffix is what else it has. Where rows have pixels a uid's sessions stay together, since one row holds
-        those of others. They may go to any rank, since rows bring their pixels.
+        For `place_rows` a session is one row. Where rows have pixels a uid's sessions stay together, since one row
+        holds those of others. They may go to any rank, since rows bring their pixels.
 
         Args:
             pieces: of each rank's rows, as `describe_pieces` makes them.
         """
         sessions = list(rows_by_key(self.uids if any(self.has_pixels) else self.sessions).values())
-        uids = list(rows_by_key(self.uids[rows[0]] for rows in sessions).values())  # the sessions of each
-        session_of, uid_of = _owners(sessions, len(self.keys)), _owners(uids, len(sessions))
-        shifted = [table + torch.tensor([start, 0, 0]) for start, table in zip(self.starts, pieces, strict=False)]
-        session, names, costs = _cheapest_pieces(session_of, torch.cat(shifted))
-        of_uid = uid_of[session]
-        num_sessions = np.array([len(of_one) for of_one in uids])[of_uid]
-        is_trunk = _counts(of_uid, names) == num_sessions
-        trunks = np.bincount(of_uid, np.where(is_trunk, costs / num_sessions, 0.0), len(uids))
-        towers = np.zeros(len(uids))
-        np.maximum.at(towers, uid_of[session_of], self.towers)  # of the row that shows most
-        own = np.bincount(session, np.where(is_trunk, 0.0, costs), len(sessions))
-        ranks = [self.ranks[rows[0]] for rows in sessions]
-        placement = place_rows(uid_of.tolist(), (trunks + towers)[uid_of].tolist(), own.tolist(), ranks, num_ranks)
-        of_row = {row: home for home, rows in zip(placement.ranks, sessions, strict=True) for row in rows}
-        homes = [of_row[row] for row in range(len(self.keys))]
+        uid_of_session = [self.uids[rows[0]] for rows in sessions]
+        trunk_costs, own_costs = self._costs_of_sessions(sessions, uid_of_session, pieces)
+        rank_of_session = [self.ranks[rows[0]] for rows in sessions]
+        placement = place_rows(uid_of_session, trunk_costs, own_costs, rank_of_session, num_ranks)
+        home_of = {row: home for home, rows in zip(placement.ranks, sessions, strict=True) for row in rows}
+        homes = [home_of[row] for row in range(len(self.keys))]
         visual = {row for row, has in enumerate(self.has_pixels) if has}
         fill_empty_ranks(homes, self.ranks, self.suffix_costs, num_ranks, visual, self.has_pixels)
         ranks_of = Counter(uid for uid, _ in {*zip(self.uids, homes, strict=True)})
         return replace(placement, ranks=homes, split_groups=sum(n > 1 for n in ranks_of.values()))
+
+    def _costs_of_sessions(
+        self, sessions: Sequence[Sequence[int]], uids: Sequence[int], pieces: Sequence[torch.Tensor]
+    ) -> tuple[list[float], list[float]]:
+        """Prefix and suffix cost of each session: of the trunks, which are pieces that all sessions of its uid have,
+        with the uid's pixels; and of its other pieces.
+
+        Args:
+            sessions: rows of each. uids: of each.
+        """
+        sessions_of_uid = list(rows_by_key(uids).values())
+        session_of_row = _owner_of(sessions, len(self.keys))
+        uid_of_session = _owner_of(sessions_of_uid, len(sessions))
+        shifted = [table + torch.tensor([start, 0, 0]) for start, table in zip(self.starts, pieces, strict=False)]
+        piece = _cheapest_pieces(session_of_row, torch.cat(shifted))
+        uid_of_piece = uid_of_session[piece.session]
+        num_sessions = np.array([len(of_uid) for of_uid in sessions_of_uid])[uid_of_piece]
+        is_trunk = _times_owned(uid_of_piece, piece.name) == num_sessions
+        trunks = np.bincount(uid_of_piece, np.where(is_trunk, piece.cost / num_sessions, 0.0), len(sessions_of_uid))
+        towers = np.zeros(len(sessions_of_uid))
+        np.maximum.at(towers, uid_of_session[session_of_row], self.towers)  # of the row that shows most
+        own = np.bincount(piece.session, np.where(is_trunk, 0.0, piece.cost), len(sessions))
+        return (trunks + towers)[uid_of_session].tolist(), own.tolist()
