@@ -198,7 +198,7 @@ class Nesting:
                 tried.append((number, alive, tries))
                 for choice in tries:
                     kept = alive + self._kept(choice)
-                    for following in self._apart(choice, kept):
+                    for following in self._needing_phase_a(choice, kept):
                         alive_before[following].add(kept)
         best: dict[tuple[int, int], _Way] = {}
         for number, alive, tries in reversed(tried):
@@ -213,7 +213,7 @@ class Nesting:
         """Tokens that a packed pass may have while `alive` tokens are alive."""
         return min(self._budget - alive, self._pass_tokens)
 
-    def _apart(self, choice: _PhaseAChoice, alive: int) -> list[int]:
+    def _needing_phase_a(self, choice: _PhaseAChoice, alive: int) -> list[int]:
         """The stretches after a phase A that no packed pass has room for, each with all after it.
 
         Args:
@@ -233,7 +233,7 @@ class Nesting:
         """
         room = self._room(alive)
         fit = [i for i in choice.next if self._sizes[i] <= room]
-        inner = tuple((i, best[i, alive]) for i in self._apart(choice, alive))
+        inner = tuple((i, best[i, alive]) for i in self._needing_phase_a(choice, alive))
 
         def way(passes: int, largest: int, leaves: Sequence[_Load] = ()) -> _Way:
             peak = max([choice.tokens, alive + largest, *(each.peak for _, each in inner)])

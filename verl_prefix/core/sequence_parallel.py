@@ -40,21 +40,21 @@ class Shards:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         lens = (layout.num_strand_tokens, layout.num_tokens - layout.num_strand_tokens)
         slice_lens = [-(-length // self.size) for length in lens]
-        self._local = sum(slice_lens)
+        self._num_local = sum(slice_lens)
         positions = []
         for num_tokens, length, before in zip(lens, slice_lens, (0, slice_lens[0]), strict=True):
             number = torch.arange(num_tokens)
-            positions.append(number // max(length, 1) * self._local + before + number % max(length, 1))
+            positions.append(number // max(length, 1) * self._num_local + before + number % max(length, 1))
         # Where every token stands among the tokens of rank 0, then rank 1, and so on.
-        self._positions = torch.cat(positions)
-        self._on_device = on_device(self._positions, device)
+        self._at_ranks = torch.cat(positions)
+        self._at_ranks_on_device = on_device(self._at_ranks, device)
         self.tokens = self.own(torch.arange(layout.num_tokens))
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Values of all tokens [T], in host memory -> of this rank's tokens [t], 0 where a slice is padded."""
-        padded = values.new_zeros(self.size * self._local)
-        padded[self._positions] = values
-        return padded.view(self.size, self._local)[self.rank]
+        padded = values.new_zeros(self.size * self._num_local)
+        padded[self._at_ranks] = values
+        return padded.view(self.size, self._num_local)[self.rank]
 
     def head_tokens(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of this rank's tokens go through lm_head, so that `tokens` do on all ranks together.
@@ -67,14 +67,14 @@ class Shards:
             twice, up to as many as any rank has. And [n] int64, `gathered_at` for `gather`: where the output of each of
             `tokens` stands among the outputs of all ranks.
         """
-        owner, local = self._positions[tokens] // self._local, self._positions[tokens] % self._local
+        owner, local = self._at_ranks[tokens] // self._num_local, self._at_ranks[tokens] % self._num_local
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max())
         order = owner.argsort(stable=True)
         number = torch.arange(len(tokens)) - (counts.cumsum(0) - counts)[owner[order]]
         gathered_at = torch.empty_like(owner)
         gathered_at[order] = owner[order] * most + number
-        own, is_other = local[owner == self.rank], torch.ones(self._local, dtype=torch.bool)
+        own, is_other = local[owner == self.rank], torch.ones(self._num_local, dtype=torch.bool)
         is_other[own] = False
         return torch.cat([own, is_other.nonzero()[: most - len(own), 0]]), gathered_at
 
@@ -89,7 +89,7 @@ class Shards:
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """Values [t, ...] of each rank's tokens -> [T, ...] of all tokens."""
         gathered: torch.Tensor = _Gather.apply(values, self.group)  # type: ignore[no-untyped-call]
-        return gathered.index_select(0, self._on_device)
+        return gathered.index_select(0, self._at_ranks_on_device)
 
     def to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Tensors [t, H, ...] of this rank's tokens -> [T, H / n, ...] of all tokens, by one all-to-all for each dtype.
@@ -104,14 +104,14 @@ class Shards:
             received: torch.Tensor = AllToAll.apply(sent, self.group)  # type: ignore[no-untyped-call]
             columns = received.split([by_rank[i].shape[2:].numel() for i in alike], 1)
             for i, x in zip(alike, columns, strict=True):
-                of_heads[i] = x.index_select(0, self._on_device).unflatten(1, by_rank[i].shape[2:])
+                of_heads[i] = x.index_select(0, self._at_ranks_on_device).unflatten(1, by_rank[i].shape[2:])
         return of_heads
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
         """A tensor [T, H / n, ...] of all tokens -> [t, H, ...] of this rank's tokens, zero where a slice is padded."""
-        padded = out.new_zeros(self.size * self._local, *out.shape[1:]).index_copy(0, self._on_device, out)
+        padded = out.new_zeros(self.size * self._num_local, *out.shape[1:]).index_copy(0, self._at_ranks_on_device, out)
         received: torch.Tensor = AllToAll.apply(padded, self.group)  # type: ignore[no-untyped-call]
-        by_rank: torch.Tensor = received.unflatten(0, (self.size, self._local))
+        by_rank: torch.Tensor = received.unflatten(0, (self.size, self._num_local))
         return by_rank.transpose(0, 1).flatten(1, 2)
 
     def heads(self, weights: torch.Tensor) -> torch.Tensor:
