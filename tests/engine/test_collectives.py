@@ -29,6 +29,7 @@ ELSEWHERE = {
     "FSDPStockPath._alone": "engine/test_sequence_parallel.py",
     "FSDPStockPath._separate_rows": "engine/test_recurrent_engine.py",
     "MegatronBackend.gradients": "backends/test_megatron.py",
+    "Paths.__init__": "engine/test_faults.py",
     "PrefixEngine._take_stock_path": "engine/test_exchange.py",  # under gate_shut
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
     "Verification._gradients_of_dead_rows": "engine/test_zero_advantage.py",

@@ -76,7 +76,8 @@ class Paths:
             )  # fmt: skip
 
         known: dict[str, Rates] = {}
-        deterministic = backend.deterministic or is_deterministic()
+        # Of any rank: a measurement has collectives, and nodes may differ in the variable that asks for determinism.
+        (deterministic,) = backend.ranks.max_over_ranks([backend.deterministic or is_deterministic()])
         if deterministic or costs.memory.stages > 1:
             # No clock, which would choose differently from run to run, or would measure how long a pipeline fills.
             flops = costs.flops()
