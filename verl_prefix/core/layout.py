@@ -26,8 +26,8 @@ from verl_prefix.core.groups import Fork, Group
 from verl_prefix.core.runs import Path, Segment, end_of, last_of, len_of, part_of, ranges
 from verl_prefix.core.states import StateIndex
 
-# What a packed row has: strands and suffixes; strands alone; or suffixes alone, as in a wave. Times and errors name it.
-# A nested pass that also computes strands is "packed", though it runs in phase B.
+# What a packed row has: strands and suffixes; strands alone; or ("phase_b") suffixes alone, which is a wave. Times and
+# errors name it. A nested pass that also computes strands is "packed", though it runs in phase B.
 Phase = Literal["packed", "phase_a", "phase_b"]
 
 
@@ -55,12 +55,11 @@ class Layout:
         places: [T] int64, where each token stands in the batch's flat values.
         segments: the strands, then the suffixes.
         groups: the groups whose rows it computes; none in a dummy.
-        strand_starts: where each strand of the prefix source begins in it, by the place of the strand's first token.
+        strand_starts: place in the batch of each strand's first token -> that token's number in the prefix source.
         output_index: the outputs that rows read; None: those of all its suffix tokens, of which a phase A has none.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
             segments continue them, in the order of their ends.
-        outer: of a nested pass, the packed row of the phase A around it; else None. So `levels` has one entry more than
-            the pass has outer caches.
+        outer: of a nested pass, the packed row of the phase A around it; None: nothing is around it.
         num_strands: how many of the first segments are strands.
         phase: which forward it is for; the same on every rank, also where this rank has a dummy.
     """
@@ -87,7 +86,8 @@ class Layout:
 
     @property
     def levels(self) -> "tuple[Layout, ...]":
-        """The packed row of each level: those around this packed row, the outermost first, and itself."""
+        """The packed row of each level: those around this packed row, the outermost first, each of which has a cache;
+        and itself."""
         return (*(self.outer.levels if self.outer else ()), self)
 
     @functools.cached_property
@@ -171,8 +171,8 @@ def build_layout(
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        outer: for a nested pass: the packed row of the phase A around it, which has the outer strands of
-            these groups.
+        outer: of a nested pass, the packed row of the phase A around it; it and those around it have the outer strands
+            of these groups.
     """
     strand_starts = dict(outer.strand_starts) if outer else {}
     own_start = end = outer.own_start + outer.num_strand_tokens if outer else 0

@@ -21,7 +21,16 @@ from verl_prefix.core.split_group import SplitGroup
 _MOST_TRIED = 8  # phases A of each kind that are tried for one stretch
 
 
-_Load = tuple[int, tuple[int, ...]]  # tokens, and rows, counted from 0 in the group
+class _Load(NamedTuple):
+    """What one pass computes whole: a unit, or a stretch with all after it.
+
+    Attributes:
+        tokens: number of its tokens.
+        rows: counted from 0 in the group.
+    """
+
+    tokens: int
+    rows: tuple[int, ...]
 
 
 class _Stretch(NamedTuple):
@@ -67,8 +76,8 @@ class _Way(NamedTuple):
         forwards: number of its forwards, each phase A and each packed pass.
         phase_a: numbers of the stretches that phase A computes.
         inner: stretches after these that need a phase A of their own, each with its way.
-        leaves: each unit, or stretch with all after it, that packed passes compute.
-        room: tokens of a packed pass among them.
+        leaves: what packed passes compute.
+        room: tokens that one of these packed passes may have.
     """
 
     peak: int
@@ -80,8 +89,8 @@ class _Way(NamedTuple):
 
 
 class Nesting:
-    """A way to compute a deep tree with every token once, in few forwards: the best of a search that tries at most
-    `_MOST_TRIED` phases A of each kind for a stretch.
+    """Searches for a way to compute a deep tree with every token once, in few forwards. It tries at most `_MOST_TRIED`
+    phases A of each kind for a stretch.
 
     Args:
         group: the tree.
@@ -98,13 +107,12 @@ class Nesting:
         self._stretches: list[_Stretch] = []
         self._can_nest = self._read_stretches()
         if self._can_nest:
-            # Of each stretch: tokens of it and of all after it, and the rows that leave any of these stretches.
-            self._sizes = [stretch.length + sum(n for n, _ in stretch.units) for stretch in self._stretches]
-            self._rows = [tuple(row for _, rows in stretch.units for row in rows) for stretch in self._stretches]
-            for number in reversed(range(len(self._stretches))):
-                for following in self._stretches[number].next:
-                    self._sizes[number] += self._sizes[following]
-                    self._rows[number] += self._rows[following]
+            self._subtrees = [_Load(0, ())] * len(self._stretches)  # each stretch with all after it
+            for number in reversed(range(len(self._stretches))):  # stretches that follow have higher numbers
+                stretch = self._stretches[number]
+                after = [*stretch.units, *(self._subtrees[i] for i in stretch.next)]
+                rows = tuple(row for load in after for row in load.rows)
+                self._subtrees[number] = _Load(stretch.length + sum(load.tokens for load in after), rows)
 
     def better_than(self, tokens: int, forwards: int) -> PhasedPass | None:
         """The pass of the whole group by the best way, if it needs fewer than `tokens` tokens, or as many in fewer than
@@ -136,7 +144,7 @@ class Nesting:
             if not path or any(fork.start > path.get(fork.strand, 0) for fork in forks):
                 return False
             number, at_token = group.forks[last]
-            unit = group.suffix_lens[last], tuple(range(start, end))
+            unit = _Load(group.suffix_lens[last], tuple(range(start, end)))
             units_of.setdefault(number, {}).setdefault(at_token, []).append(unit)
         begins: dict[int, set[int]] = {}  # of each strand: where strands that follow it begin
         for strand in group.strands:
@@ -161,20 +169,20 @@ class Nesting:
         """
         branch = [number]
         while self._stretches[branch[-1]].next:
-            branch.append(max(self._stretches[branch[-1]].next, key=lambda i: self._sizes[i]))
+            branch.append(max(self._stretches[branch[-1]].next, key=lambda i: self._subtrees[i].tokens))
         chosen = {frozenset(branch[:n]) for n in _spread(range(1, len(branch) + 1))}
         inside = [number]
         for i in inside:  # which grows: the stretches after `number`, level by level
             inside += self._stretches[i].next
-        for least in _spread(sorted({0, *(self._sizes[i] for i in inside)})):
-            chosen.add(frozenset(i for i in inside if self._sizes[i] > least or i == number))
+        for least in _spread(sorted({0, *(self._subtrees[i].tokens for i in inside)})):
+            chosen.add(frozenset(i for i in inside if self._subtrees[i].tokens > least or i == number))
         return [self._choice(sorted(numbers)) for numbers in sorted(chosen, key=lambda each: (len(each), min(each)))]
 
     def _choice(self, numbers: Sequence[int]) -> _PhaseAChoice:
         inside, stretches = frozenset(numbers), [self._stretches[i] for i in numbers]
         tokens = sum(stretch.length for stretch in stretches)
         units = [unit for stretch in stretches for unit in stretch.units]
-        lens = [0, *(tokens for tokens, _ in units)]
+        lens = [0, *(unit.tokens for unit in units)]
         following = [i for each in stretches for i in each.next if i not in inside]
         return _PhaseAChoice(inside, tokens, units, sum(lens), max(lens), following)
 
@@ -220,7 +228,7 @@ class Nesting:
             alive: tokens that are alive after that phase A.
         """
         room = self._room(alive)
-        return [i for i in choice.next if self._sizes[i] > room]
+        return [i for i in choice.next if self._subtrees[i].tokens > room]
 
     def _better(
         self, than: _Way | None, choice: _PhaseAChoice, alive: int, best: Mapping[tuple[int, int], _Way]
@@ -232,7 +240,7 @@ class Nesting:
             best: ways of the stretches that follow, by the stretch and the tokens that are alive before it.
         """
         room = self._room(alive)
-        fit = [i for i in choice.next if self._sizes[i] <= room]
+        fit = [i for i in choice.next if self._subtrees[i].tokens <= room]
         inner = tuple((i, best[i, alive]) for i in self._needing_phase_a(choice, alive))
 
         def way(passes: int, largest: int, leaves: Sequence[_Load] = ()) -> _Way:
@@ -242,13 +250,13 @@ class Nesting:
 
         if than is not None and choice.longest_unit <= room:  # else a pass may have more than the room
             # Bins take long to make. There are no fewer than this, and the largest of as few has an even share.
-            tokens = choice.unit_tokens + sum(self._sizes[i] for i in fit)
+            tokens = choice.unit_tokens + sum(self._subtrees[i].tokens for i in fit)
             fewest = -(-tokens // max(room, 1))
             if self._cost(way(fewest, -(-tokens // max(fewest, 1)))) >= self._cost(than):
                 return than
-        leaves = sorted([*choice.units, *((self._sizes[i], self._rows[i]) for i in fit)], key=lambda leaf: leaf[1])
+        leaves = sorted([*choice.units, *(self._subtrees[i] for i in fit)], key=lambda leaf: leaf.rows)
         bins = _even_bins(leaves, room)
-        found = way(len(bins), max((sum(tokens for tokens, _ in each) for each in bins), default=0), leaves)
+        found = way(len(bins), max((sum(leaf.tokens for leaf in each) for each in bins), default=0), leaves)
         return found if than is None else min(than, found, key=self._cost)
 
     def _cost(self, way: _Way) -> tuple[int, int, int]:
@@ -273,9 +281,9 @@ class Nesting:
             return split.nested_pass([i for i, row in enumerate(group.rows) if row in rows])
 
         bins = _even_bins(way.leaves, way.room)
-        in_bins = [nested([row for _, rows in leaves for row in rows]) for leaves in bins]
+        in_bins = [nested([row for leaf in each for row in leaf.rows]) for each in bins]
         packed = [PackedPass((each,)) if each.num_own_strand_tokens else Wave((each,)) for each in in_bins]
-        phased = [self._pass(nested(self._rows[number]), inner) for number, inner in way.inner]
+        phased = [self._pass(nested(self._subtrees[number].rows), inner) for number, inner in way.inner]
         of_phase_a = split.phase_a()
         packed.sort(key=lambda each: not isinstance(each, Wave))
         return PhasedPass((of_phase_a,), (*packed, *phased), of_phase_a.reads_strands)
@@ -294,20 +302,20 @@ def _bins(leaves: Sequence[_Load], room: int) -> list[list[_Load]]:
     bins: list[list[_Load]] = []
     used = room
     for leaf in leaves:
-        if used + leaf[0] > room:
+        if used + leaf.tokens > room:
             bins.append([])
             used = 0
         bins[-1].append(leaf)
-        used += leaf[0]
-    if len(bins) <= max(1, -(-sum(tokens for tokens, _ in leaves) // max(room, 1))):
+        used += leaf.tokens
+    if len(bins) <= max(1, -(-sum(leaf.tokens for leaf in leaves) // max(room, 1))):
         return bins
-    return min(bins, first_fit(leaves, lambda leaf: leaf[0], room), key=len)
+    return min(bins, first_fit(leaves, lambda leaf: leaf.tokens, room), key=len)
 
 
 def _even_bins(leaves: Sequence[_Load], room: int) -> list[list[_Load]]:
     """Puts leaves into as few bins as `_bins` does, in less room where that is enough."""
     bins = _bins(leaves, room)
-    even = -(-sum(tokens for tokens, _ in leaves) // max(len(bins), 1))
+    even = -(-sum(leaf.tokens for leaf in leaves) // max(len(bins), 1))
     rooms = (even + (room - even) * i // 4 for i in range(4 if even < room else 0))
     tried = (_bins(leaves, less) for less in rooms)
     return next((found for found in tried if len(found) <= len(bins)), bins)

@@ -52,7 +52,7 @@ class PhasedPass(_GroupsOfPass):
     have the rows of all nested passes.
 
     Attributes:
-        nested: waves come first, other packed passes second.
+        nested: first waves, then other packed passes, then phased passes.
         reads_strands: rows of this or another rank read outputs of strands; then lm_head runs in phase A on every rank.
     """
 

@@ -102,7 +102,7 @@ def prefix_room(budget: int, wave_tokens: int | None, offload: bool) -> int:
 
 
 class _Best(NamedTuple):
-    """The best way to cut a group's units from one of them on into pieces.
+    """The best way to cut the units of a group into pieces, from one of its units on.
 
     Attributes:
         tokens: physical tokens of all pieces.
@@ -137,12 +137,14 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     ]
     best = [_Best(0, 0, 0, len(units))] * (len(units) + 1)  # from each unit on
     for first in reversed(range(len(units))):
-        used, have, ways = 0, dict[int, int](), list[_Best]()
+        used, ways = 0, list[_Best]()
+        had_until = dict[int, int]()  # of each strand: up to where the piece has it already
         for unit in range(first, len(units)):
             added = suffix[unit]
             for strand, start, end in paths[unit]:
-                added += max(end - have.get(strand, start), 0)
-                have[strand] = max(end, have.get(strand, start))
+                until = had_until.get(strand, start)
+                added += max(end - until, 0)
+                had_until[strand] = max(end, until)
             if used and added and used + added > budget:
                 break
             used += added

@@ -57,8 +57,8 @@ class PrefixCache:
         Args:
             key: the layer's.
             tensors: what suffixes read.
-            beside: outputs of the layer that nobody reads from the cache, as a scan's outputs beside its states. Phase
-                C reaches the layer through them alone, so that they pass the autograd node of `tensors`.
+            beside: outputs of the layer that nobody reads from the cache, as a scan's outputs beside its states. They
+                pass the autograd node of `tensors`, since phase C reaches the layer through them alone.
 
         Returns:
             The same tensors, then `beside`. Backward through any of them adds the grad cache to the gradients of

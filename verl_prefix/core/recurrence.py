@@ -55,9 +55,9 @@ def shared_scan(
         return scan(filled, Spans((0, length), (0, length)), None).outputs[shift:]
 
     layout = attention_pass.layout
-    suffixes, split, device = layout.states.suffixes, layout.num_strand_tokens, inputs[0].device
+    suffixes, num_strand_tokens, device = layout.states.suffixes, layout.num_strand_tokens, inputs[0].device
     parts, states = [], None
-    if split:
+    if num_strand_tokens:
         inherited = _initial_states(attention_pass, key, None, "strands", device)
         outputs, states = _scan_strands(layout, inputs, scan, inherited)
         if attention_pass.own_cache is not None:
@@ -65,7 +65,7 @@ def shared_scan(
         parts.append(outputs)
     if suffixes.lens:
         initial = _initial_states(attention_pass, key, states, "suffixes", device)
-        parts.append(scan([x[split:] for x in inputs], suffixes, initial).outputs)
+        parts.append(scan([x[num_strand_tokens:] for x in inputs], suffixes, initial).outputs)
     out = torch.cat(parts)
     attention_pass.on_recurrence(key, inputs, whole, out)
     return out
@@ -108,16 +108,16 @@ def shared_conv(
         conv: the convolution of t tokens, with zeros in front of them: [t, D] -> [t, D].
     """
     layout, tail_len = attention_pass.layout, width - 1
-    num, lens = layout.num_strands, [segment.length for segment in layout.segments]
+    num_strands, lens = layout.num_strands, [segment.length for segment in layout.segments]
     tails = inherited = None
-    if num:
+    if num_strands:
         inherited = _initial_states(attention_pass, key, None, "strands", x.device)
         tails = _last_inputs(layout, x, tail_len, inherited)
         if attention_pass.own_cache is not None:
             x = attention_pass.own_cache.capture(key, tails, beside=(x,))[-1]
     of_segments = x.split(lens)
     before = [x.new_zeros(tail_len, x.shape[-1])] * len(of_segments)
-    for i, strand in enumerate(layout.segments[:num]):
+    for i, strand in enumerate(layout.segments[:num_strands]):
         if end_of(strand.path) > layout.own_start:
             assert tails is not None
             before[i] = tails[layout.states.numbers[end_of(strand.path)]]
@@ -125,7 +125,7 @@ def shared_conv(
             assert inherited is not None
             before[i] = inherited[i]
     if (of_suffixes := _initial_states(attention_pass, key, tails, "suffixes", x.device)) is not None:
-        before[num:] = of_suffixes.unbind()
+        before[num_strands:] = of_suffixes.unbind()
     after_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
     lens = [n for segment in of_segments for n in (tail_len, len(segment))]
     out = torch.cat(after_tails.split(lens)[1::2])
