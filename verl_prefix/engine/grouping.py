@@ -90,10 +90,13 @@ def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group
 def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Mixes tokens with all else that must be equal where rows share: [N] int64.
 
-    A token's number also names its position, pixels and temperature, and, up to a row's last cut, the experts of the
-    token before it, since of n shared tokens the next one may go to other experts. With `tree_rule.over` uid it names
-    the uid, with off the whole prompt. Under top-k distillation a response is its row's own, also where other rows have
-    it in their prompts: its outputs are made with the teacher's rows of this row.
+    Beside the token a number names
+
+    - its position, its pixels and its row's temperature;
+    - the uid where `tree_rule.over` is uid, the whole prompt where it is off;
+    - up to its row's last cut, the experts of the token before it: of n shared tokens the next one may go to others;
+    - in a response under top-k distillation, its row: outputs are made with the teacher's rows of this row, so that a
+      row which has the response in its prompt does not share it.
     """
     ids, positions = (rows.data[name].values().cpu() for name in ("input_ids", "position_ids"))
     if is_vision_config(tree_rule.config):

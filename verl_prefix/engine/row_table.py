@@ -141,8 +141,8 @@ class AllRows:
         rows = Columns(*torch.cat(list(tables)).T.contiguous())
         self.keys = list(zip(rows.key_low.tolist(), rows.key_high.tolist(), strict=True))
         costs = (rows.prefix_cost, rows.suffix_cost, rows.pixel_cost)
-        prefixes, suffixes, self.towers = (bits.view(torch.float64).numpy() for bits in costs)
-        self.prefix_costs, self.suffix_costs = (prefixes + self.towers).tolist(), suffixes.tolist()
+        prefixes, suffixes, self.pixel_costs = (bits.view(torch.float64).numpy() for bits in costs)
+        self.prefix_costs, self.suffix_costs = (prefixes + self.pixel_costs).tolist(), suffixes.tolist()
         self.has_pixels, self.lens = rows.has_pixels.tolist(), rows.length.tolist()
         self.uids, self.sessions = rows.uid.tolist(), rows.session.tolist()
         self.ranks = [rank for rank, table in enumerate(tables) for _ in range(len(table))]
@@ -197,7 +197,7 @@ class AllRows:
         num_sessions = np.array([len(of_uid) for of_uid in sessions_of_uid])[uid_of_piece]
         is_trunk = _times_owned(uid_of_piece, piece.name) == num_sessions
         trunks = np.bincount(uid_of_piece, np.where(is_trunk, piece.cost / num_sessions, 0.0), len(sessions_of_uid))
-        towers = np.zeros(len(sessions_of_uid))
-        np.maximum.at(towers, uid_of_session[session_of_row], self.towers)  # of the row that shows most
+        pixels = np.zeros(len(sessions_of_uid))
+        np.maximum.at(pixels, uid_of_session[session_of_row], self.pixel_costs)  # of the row that shows most
         own = np.bincount(piece.session, np.where(is_trunk, 0.0, piece.cost), len(sessions))
-        return (trunks + towers)[uid_of_session].tolist(), own.tolist()
+        return (trunks + pixels)[uid_of_session].tolist(), own.tolist()

@@ -107,7 +107,7 @@ class Verification:
         if self._backend.stock_facts.why_not_sharded:
             most = budget // self._backend.ranks.slices
             fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
-            groups, limits = _of_rows(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
+            groups, limits = _with_chosen(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
         choices = [groups]
         if is_vision_config(self._backend.config):
             choices = self._with_equal_tower_runs(rows, groups)
@@ -131,7 +131,7 @@ class Verification:
         FSDP2 the stock path runs it once for images and once for videos. Rows whose response has a visual token are in
         no set: a model may sample one, and the stock path would end, since there are no pixels for it."""
         shown = zip(shown_lens(rows.data["input_ids"].unbind(), self._backend.config), rows.prompt_lens, strict=True)
-        groups, pixels = _of_rows(groups, [last <= prompt_len for last, prompt_len in shown]), rows.pixels
+        groups, pixels = _with_chosen(groups, [last <= prompt_len for last, prompt_len in shown]), rows.pixels
         if self._backend.stock_facts.equal_tower_runs:
             return [groups]
         # Rows of a tree may show other pixels each.
@@ -190,8 +190,8 @@ class Verification:
 
         def ours(schedule: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             plan = plan_to_check(group, budget, schedule, nests=backend.memory(self._options).stages == 1)
-            falls = Loss(falling, fields={"temperature", "verify_weight"})
-            output, _ = self._run_plan(of_group, [group], plan, falls, forward_only, pass_type=pass_type)
+            falling_loss = Loss(falling, fields={"temperature", "verify_weight"})
+            output, _ = self._run_plan(of_group, [group], plan, falling_loss, forward_only, pass_type=pass_type)
             return responses(output)
 
         with backend.gradients_aside():
@@ -252,8 +252,8 @@ def _num_perturbed(num_rows: int, checked: int) -> int:
     return min(3, max(1, num_rows // (8 * checked) - 2))
 
 
-def _of_rows(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
-    """Returns the groups without rows that are not `chosen`."""
+def _with_chosen(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
+    """The groups, each with those of its units all of whose rows are `chosen`; without any it is left out."""
     found = []
     for group in groups:
         units = [range(*unit) for unit in group.units()]
