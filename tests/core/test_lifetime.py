@@ -165,3 +165,5 @@ def test_a_cache_that_an_exceptions_frames_hold_frees_what_waves_sent_back(offlo
         assert sent() is None and None not in (kept(), leaf())
         raise RuntimeError("a wave")
     assert kept() is None and leaf() is None
+    with pytest.raises(RuntimeError, match="after its pass was left"):
+        cache.read("layer")

@@ -45,9 +45,9 @@ class AttentionPass:
     Attributes:
         shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
         head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
-        routes: [n, layers, k] int16, the experts that each of this rank's tokens goes to in each of the model's layers.
-            A token's router chooses, and writes its choice there, where these are not k different experts; on Megatron
-            where they are negative. None: routers choose.
+        routes: [n, layers, k] int16: the experts that each of this rank's tokens goes to in each of the model's layers.
+            The router chooses, and writes its choice there, where the entry is no record: not k different experts, on
+            Megatron negative ones. None: routers choose, and nothing is written.
         kept: attention outputs that wait for backward; None: they are not kept.
         num_calls: number of calls of `attend`, and of recurrent layers, which these count themselves
             (`models.recurrent`). Compared before and after a forward, it shows a model that bypasses them.
@@ -210,13 +210,14 @@ class GroupedAttention(torch.autograd.Function):
         all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
         dout = dout.contiguous()
         own = [prefix.grad_at for call in calls for prefix in call.prefixes if prefix.level == len(caches)]
-        add_up = len(own) > 1 or any(isinstance(at, torch.Tensor) for at in own)  # else each key is read in one call
+        add_up = len(own) > 1 or any(isinstance(at, torch.Tensor) for at in own)  # else each is in one call
         for call in calls:
             at, keys, values = call.queries, call.keys(all_k), call.keys(all_v)
             dq_call, dk_call, dv_call = kernel.backward(dout[at], (q[at], keys, values, out[at], lse[:, at]), call)
             if call is calls[0]:
                 dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]
-                # Gradients of strands from several calls add up in fp32, as those of waves in the grad cache.
+                # Gradients of strands from several calls add up in fp32, as those of waves in the grad cache, and are
+                # written back below. From one call they need no copy: `sums` are then views of dk and dv.
                 wide = torch.promote_types(dk.dtype, torch.float32) if add_up else dk.dtype
                 strands = slice(layout.num_strand_tokens)  # the first tokens of the packed row
                 sums = [x[strands].to(wide) for x in (dk, dv)]

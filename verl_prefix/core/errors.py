@@ -13,7 +13,7 @@ _MANY = 8  # items that a message lists
 _running: ContextVar["annotate_errors | None"] = ContextVar("running", default=None)
 
 
-# Who knows the users adds to these what they set instead (`models.advice`).
+# `models.advice` appends to these errors which option the user can set instead.
 class CannotShare(RuntimeError):
     """A model's layers run otherwise than a shared prefix needs."""
 

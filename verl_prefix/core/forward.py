@@ -74,9 +74,10 @@ class TokenBatch:
         position_ids: [N] or [4, N] (text, time, height, width) int64.
         offsets: first token of each row.
         pixels: of a vision model's rows.
-        is_read: [N] bool in host memory: which of the tokens whose outputs rows read go through lm_head; None: all.
+        is_read: [N] bool in host memory: tokens whose outputs the loss reads, and which alone go through lm_head; None:
+            all of responses.
         routes: [N, layers, k] int16 in host memory, as of `AttentionPass`; None: routers choose.
-        records: what routers choose is written to `routes`, for the tokens of this rank's passes.
+        records: after a forward the routes that its tokens took are copied to `routes`, which must be given.
     """
 
     input_ids: torch.Tensor
@@ -125,8 +126,8 @@ class PackedForward:
             outer_caches: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
-            [m, k], where the backward of phase C starts: the model's output of one token, or of the strand tokens that
-            waves read.
+            [m, k], where the backward of phase C starts: outputs of the strand tokens that rows read, or without any
+            one output of the last token; hidden states on an early stage of a pipeline.
         """
         attention_pass = self._attention_pass(layout, outer_caches, self.keep_attention and not offloads, cache)
         head_tokens = torch.tensor([layout.num_tokens - 1])

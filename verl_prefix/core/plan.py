@@ -48,8 +48,8 @@ class PhasedPass(_GroupsOfPass):
     """Groups whose prefixes run together in phases A and C, and the passes that are nested in it, which are phase B.
 
     Nested passes read strands of phase A, and of all phases A around it. Waves compute suffixes alone; other nested
-    passes also compute the strands that follow those of phase A. `SplitGroup` makes the groups of both: those here
-    have the rows of all nested passes.
+    passes also compute the strands that follow those of phase A. Groups here have the rows of all nested passes; of
+    deep trees `SplitGroup` makes the groups of both.
 
     Attributes:
         nested: first waves, then other packed passes, then phased passes.
@@ -80,7 +80,7 @@ class Plan:
     Attributes:
         passes: packed passes come first.
         recomputed_tokens: tokens that are computed once more, since the budget cuts their group.
-        idle_groups: groups without response tokens, which no pass computes.
+        idle_groups: groups that no pass computes: without response tokens, or left out by `leave_out`.
         at_once: on a pipeline of several stages, how many phased passes have their prefixes in memory at once; None:
             all.
     """

@@ -66,17 +66,17 @@ def make_plan(
 def _phased_passes(
     groups: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool, least_wave: int, nests: bool
 ) -> list[PhasedPass]:
-    """The phased passes of a plan, those of nested passes last; arguments are those of `make_plan`."""
+    """The phased passes of a plan, those of deep trees last; arguments are those of `make_plan`."""
     if wave_tokens is not None and not leaves_room(wave_tokens, budget, offload):
         wave_tokens = None
     room = prefix_room(budget, wave_tokens, offload)
-    pieces, phased, nested = list[Group](), list[PhasedPass](), list[PhasedPass]()
+    pieces, phased, deep = list[Group](), list[PhasedPass](), list[PhasedPass]()
     for group in groups:
         of_group = _pieces(group, room, suffixes=False)
         nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
         better = nesting and nesting.better_than(*_one_level(of_group, budget, wave_tokens, offload))
         if better:
-            nested.append(better)
+            deep.append(better)
         else:
             pieces += of_group
     for members in _phased_sets(pieces, room, sys.maxsize if offload else budget):
@@ -85,7 +85,7 @@ def _phased_passes(
         left = max(budget - resident, least_wave)
         waves = make_waves(ordered, min(wave_tokens or left, left))
         phased.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
-    return [*phased, *nested]
+    return [*phased, *deep]
 
 
 def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
@@ -207,7 +207,8 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
         waves = tuple(planned.waves)
         others = planned.nested[len(waves) :]
         if any(wave.num_tokens > tokens for wave in waves):
-            # They leave strands of this phase A, so that `planned.groups` have their suffixes (`SplitGroup.phase_a`).
+            # Rows of waves leave strands of this phase A, none that a nested pass computes: so `planned.groups` count
+            # their suffixes right (`SplitGroup.phase_a`).
             rows = {row for wave in waves for piece in wave.groups for row in piece.rows}
             members = [[i for i, row in enumerate(group.rows) if row in rows] for group in planned.groups]
             waves = make_waves([g.with_rows(m) for g, m in zip(planned.groups, members, strict=True) if m], tokens)
@@ -235,7 +236,8 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
 def _same_shapes(
     phased: Sequence[PhasedPass], reduce_max: Callable[[Sequence[float]], Sequence[float]]
 ) -> list[PhasedPass]:
-    """Pads phased passes of one depth, of which every rank has as many, to equally many nested passes of each kind."""
+    """Pads phased passes that lie in equally many others, and of which every rank has as many, to equally many nested
+    passes of each kind."""
     if not phased:
         return []
     counts = []

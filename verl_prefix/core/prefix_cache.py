@@ -41,6 +41,7 @@ class PrefixCache:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._is_open = False
         self._stored.clear()
         self._grad.clear()
 
@@ -82,7 +83,7 @@ class PrefixCache:
 
         Raises:
             CannotShare: it left nothing.
-            RuntimeError: phase C has begun.
+            RuntimeError: phase C has begun, or the cache's context was left.
         """
         if key not in self._stored:
             if self._is_open:
@@ -91,8 +92,8 @@ class PrefixCache:
                     "share a prefix"
                 )
             raise RuntimeError(
-                f"the prefix cache has no layer {key}: backward of a wave came after phase C, which frees the cache; "
-                "call backward on each wave's loss before the next wave"
+                f"the prefix cache has no layer {key}: backward of a wave came after phase C, or after its pass was "
+                "left, each of which frees the cache; call backward on each wave's loss before the next wave"
             )
         return self._stored[key]
 
@@ -158,8 +159,8 @@ class _JoinGradCache(torch.autograd.Function):
 class ReadPrefix(torch.autograd.Function):
     """What a layer left [m, ...], at `index` [n] int64, which may repeat -> [n, ...].
 
-    Gradients add up in fp32 (fp64). In a wave, which has a `cache`, they go to the grad cache; else through autograd to
-    what the layer left."""
+    Gradients add up in fp32 (fp64). With a `cache`, that of a phase A around, they go to its grad cache; else through
+    autograd to what the layer left."""
 
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, index: torch.Tensor, cache: PrefixCache | None, key: Key) -> torch.Tensor:

@@ -48,8 +48,10 @@ class PlanRunner:
         forward: how a packed row runs through the model.
         step: gets each pass's layout and outputs, stores what it needs and returns the loss, already scaled so that
             losses of passes add up; only for `run`.
-        backward: what to do with a loss; None for a forward-only run, which the caller wraps in `torch.no_grad`.
-        gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
+        backward: only for `run`: what to do with a loss; None: a forward-only run, which the caller wraps in
+            `torch.no_grad`.
+        gradient_sync: context of a packed pass's forward and backward, and of a phase C, given whether its backward is
+            the run's last (verl's `_gradient_sync_context`). A forward-only run enters it, too.
         offload: phased only, with gradients: prefixes wait in host memory (`core.offload`), without kept attention.
         meter: measures the phases.
     """

@@ -34,8 +34,8 @@ class SplitGroup:
                 self._strands.append(strand._replace(end=end, parent=self._numbers[strand.parent]))
 
     def phase_a(self) -> Group:
-        """The group of the phase A. A row's suffix is all that follows phase A: where that has strands, too, each row
-        counts their tokens. So its number of suffix tokens is too large."""
+        """The group of the phase A. A row's suffix length counts all that follows phase A. Rows that share strands
+        there count these each, so the group's `num_suffix_tokens` is more than nested passes compute."""
         group, ends = self._group, self._ends
         forks = []
         for fork in group.forks:
