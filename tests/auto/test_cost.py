@@ -183,6 +183,15 @@ def test_long_prefixes_are_shared_and_short_ones_go_to_stock():
     assert always.choose(SHORT, 4000, forward_only=False) is not None
 
 
+def test_a_batch_without_anything_to_compute_predicts_no_speedup():
+    """As where all its rows are dead (`prefix.skip_zero_advantage`): the stock path still computes them."""
+    made = make_chooser(FLOPS)
+    made.choose(LONG, 4000, forward_only=False)
+    assert made.speedup > 1
+    assert made.choose([], 4000, forward_only=False, own=chooser.Batch(LONG, 4000)) is not None
+    assert made.speedup is None
+
+
 def test_what_does_not_fit_is_cut_or_phased_by_cost():
     """700 of 800 tokens fit a pass: a second prefix costs less than many waves only where passes cost much."""
     for fixed, phased in ((0.0, True), (1.0, False)):

@@ -367,6 +367,7 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     """MOCK: the free memory of a GPU, and the word of another rank."""
     monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
     others = [*NOTHING]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**60)
     updates = headroom.Headroom(_two_ranks(others))
     shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
@@ -404,6 +405,7 @@ def test_what_another_engine_takes_between_updates_is_no_room(monkeypatch):
     held = [104]  # gradients among them
     monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held[0])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**60)
     updates = headroom.Headroom(_two_ranks(NOTHING))
     shape = ModelShape(2e6, 0.0, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0)
     memory = Memory(ranks=2, checkpointed=True, no_sync=False, logits_chunk=4096, offload=False)
@@ -427,7 +429,8 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
     shape = ModelShape(2e6, 1e6, 5.0, (None, None), 100.0, 10.0, 5.0, 50, attention=12.0, logits=1000.0)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=None, offload=False)
     plan = make_plan([Group.of_prompt((0, 1), 300, (3000, 3000))], 10**5, "packed")
-    others = [*NOTHING]
+    others, cached = [*NOTHING], [2**60]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: cached[0])
 
     def left(factor: float, logits_once: bool = True, **changed) -> tuple[bool, bool]:
         """Whether attention and all logits are kept, behind an update that left so many times what both need."""
@@ -453,6 +456,9 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
     assert left(1.6) == (checkpointed, False), "another rank lacks room"
     others[:] = ALL
     assert left(1.6) == (False, False)
+    others[:] = NOTHING
+    cached[0] = 0  # as behind verl's empty_cache: what the update took is free on the device, and counts once
+    assert left(1.6) != (checkpointed, True) and left(2.6) == (checkpointed, True)
 
 
 def test_ranks_of_nodes_that_differ_reach_the_same_collective_and_keep_the_same():

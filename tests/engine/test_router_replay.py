@@ -13,7 +13,7 @@ from torch.distributed import all_reduce, get_rank, get_world_size
 from whole_tensors import whole
 
 from verl_prefix.engine import grouping, outputs
-from verl_prefix.engine.together import ExchangeError
+from verl_prefix.engine.together import RankError
 from verl_prefix.testing import write_tiny_model
 
 LAYERS, EXPERTS, CHOSEN = 3, 8, 2
@@ -443,7 +443,7 @@ def test_what_nobody_can_replay_is_refused(ranks, models):
 def _fails_on_the_last(models: dict) -> str:
     engine, data = _engine_and_rows("prefix", models["qwen3_moe"], _options("packed") | {"replay": "R3"})
     is_last = get_rank() == get_world_size() - 1
-    with pytest.raises((ValueError, ExchangeError)) as error:
+    with pytest.raises((ValueError, RankError)) as error:
         _inferred(engine, _with_more_layers(data) if is_last else data)
     return str(error.value)
 

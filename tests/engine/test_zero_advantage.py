@@ -16,7 +16,7 @@ from verl_prefix.config.actor import LOSSES_OF_ROWS, MULTIPLES_OF_ADVANTAGE
 from verl_prefix.core.groups import Group, leave_out
 from verl_prefix.engine import loss as losses
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.together import ExchangeError
+from verl_prefix.engine.together import RankError
 from verl_prefix.testing import write_tiny_model
 
 PHASED = {"schedule": "phased", "wave_tokens": 40}
@@ -245,7 +245,7 @@ def _one_rank_fails(models: dict) -> str:
     with pytest.MonkeyPatch.context() as patch, engine.train_mode(disable_auto_offload=True):
         if get_rank() == 0:
             patch.setattr(losses.Loss, "find_dead", fails)
-        with pytest.raises((ValueError, ExchangeError)) as raised:
+        with pytest.raises((ValueError, RankError)) as raised:
             engine.forward_backward_batch(_batch(get_rank(), 200, PACKED), _loss(PACKED))
     return str(raised.value)
 
@@ -255,23 +255,32 @@ def test_where_one_rank_cannot_say_which_rows_are_dead_the_others_do_not_wait(ra
     assert failed == "injected" and "rank 0" in other
 
 
-def _nothing_to_compute(models: dict) -> list[float]:
-    """Passes that were not finite, of a rank without response tokens under a mean that divides by their number."""
-    options = {"schedule": "packed", "verify": "off", "empty": EVERYONE}
+def _nothing_to_compute(models: dict, empty: str) -> tuple[list[float], list[float]]:
+    """Losses, and passes that were not finite, under a mean over the tokens of rows of which these have none, or over
+    none where no row has any."""
+    from verl.utils import tensordict_utils as tu
+
+    options = {"schedule": "packed", "verify": "off", "empty": empty}
     engine = SHARED("prefix", models["qwen3"], options)
 
     def mean(model_output: dict, data: object, dp_group: object) -> tuple[torch.Tensor, dict]:
-        return model_output["log_probs"].values()[:0].mean(), {}
+        mask = data["response_mask"]
+        rows = zip(model_output["log_probs"].unbind(), mask.unbind() if mask.is_nested else mask, strict=True)
+        return torch.cat([row[:1] for row, of_row in rows if of_row.any()] or [torch.zeros(0)]).mean(), {}
 
+    data = _batch(0, 200, options)
+    tu.assign_non_tensor(data, return_model_output=True)
     with engine.train_mode(disable_auto_offload=True):
-        output = engine.forward_backward_batch(_batch(0, 200, options), lambda **named: mean(**named))
-    assert all(loss != loss for loss in output["loss"])
-    return output["metrics"]["prefix/nonfinite_passes"]
+        output = engine.forward_backward_batch(data, lambda **named: mean(**named))
+    return output["loss"], output["metrics"]["prefix/nonfinite_passes"]
 
 
 @pytest.mark.ci
 def test_a_mean_of_no_token_is_no_pass_that_is_not_finite(ranks, models):
-    assert ranks(1, models)(_nothing_to_compute) == [[0.0]]
+    (((loss,), not_finite),) = ranks(1, models)(_nothing_to_compute, EVERYONE)
+    assert loss != loss and not_finite == [0.0], "as stock's"
+    ((of_passes, not_finite),) = ranks(1, models)(_nothing_to_compute, "ce")
+    assert of_passes[-1] == 0 and all(loss == loss for loss in of_passes) and not_finite == [0.0]
 
 
 def test_whole_units_are_left_out():

@@ -305,7 +305,7 @@ class Chooser:
             no updates.
 
     Attributes:
-        speedup: predicted for the last batch.
+        speedup: predicted for the last batch; None: there was none, or the stock path alone computes any of it.
         log_probs: the last decision on log-probs, which updates follow; None: there was none.
     """
 
@@ -331,7 +331,8 @@ class Chooser:
         least = self.costs.min_speedup if any_gains else math.inf
         decision = decide(seconds, least, None if forward_only else self.log_probs, not lacks_room)
         self.log_probs = decision if forward_only else self.log_probs
-        self.speedup = decision.speedup
+        stock, *shared = seconds
+        self.speedup = None if stock and not min(shared) else decision.speedup  # None: dead rows alone, which stock has
         return paths.taken(decision)
 
     def _known_rates(self, paths: Candidates, own: Batch, forward_only: bool, gains: bool) -> dict[str, Rates]:

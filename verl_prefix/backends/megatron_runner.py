@@ -40,8 +40,8 @@ class MegatronRunner(PlanRunner):
             if self.module.ddp_config.overlap_grad_reduce:
                 self.module.start_grad_sync()
             config = unwrapped(self.module).config
-            # Megatron-Bridge sets a loss per token under context parallelism: gradients are then sums over ranks, which
-            # mcore divides by the ranks' tokens. With one of each they are means, as without.
+            # Under context parallelism Megatron-Bridge sets calculate_per_token_loss: mcore then sums gradients over
+            # ranks, and divides by the ranks' token counts. A count of 1 on each rank makes that the mean, as without.
             count = torch.ones((), dtype=torch.int, device=tokens.input_ids.device)
             config.finalize_model_grads_func([self.module], count if config.calculate_per_token_loss else None)
         except BaseException:

@@ -152,8 +152,8 @@ class FSDPStockPath:
         """Context in which verl's engine computes without sequence parallelism.
 
         The ranks of a group have the same rows, and so the same gradients, of which FSDP takes the mean. The budget of
-        a pass is a rank's, or as many tokens as the longest rows that stay together have, of any rank. verl multiplies
-        it by `sp_size`, so that it is divided by it here.
+        a pass is what one rank may have, or the longest rows that stay together on any rank, if that is more. verl
+        multiplies `max_token_len_per_gpu` by `sp_size`: so the budget is divided by it first.
         """
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
             group_size = tu.get_non_tensor_data(data, "force_group_size", 1)

@@ -134,8 +134,8 @@ class Backend(Protocol):
 
     @property
     def replay(self) -> Replay | None:
-        """Whether and how passes and the stock path replay routers; None: they do not. Passes then do what
-        `AttentionPass.routes` says."""
+        """Whether and how passes and the stock path replay routers; None: they do not, and routers choose. A pass that
+        replays does it as `AttentionPass.routes` says."""
 
     @property
     def stock_facts(self) -> StockFacts:
@@ -157,7 +157,8 @@ class Backend(Protocol):
         """What an update keeps at least, for the cost model."""
 
     def gradient_bytes(self) -> float:
-        """Bytes of this rank's gradients, which an update will hold; 0 in an engine for log-probs alone."""
+        """Bytes that gradients will add to this rank's device in an update; 0 where their memory is there already, or
+        without updates."""
 
     def new_runner(
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,

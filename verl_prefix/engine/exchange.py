@@ -3,7 +3,7 @@
     rank 0: a0 b0 c0 d0  ->  a0 a1 d0 d1      verl's trainers spread a prompt's rows over ranks; where a row is computed
     rank 1: a1 b1 c1 d1      b0 b1 c0 c1      changes neither sums over ranks nor what the row gives back
 
-That takes at most sixteen collectives, all of tensors. Rows and tables go through the group of ranks that have
+That takes at most seventeen collectives, all of tensors. Rows and tables go through the group of ranks that have
 different rows (`Ranks.data`; see `travel`). After each piece of work `together` asks all ranks of the job, copies too,
 whether it went well. So an error on one rank is an error on all, and no rank waits for another in vain.
 """
@@ -64,14 +64,15 @@ class Exchange:
 def open_exchange(
     backend: Backend, option: str, batch: BatchRows, tree_rule: TreeRule, loss: Loss, leaves_out: bool
 ) -> Exchange:
-    """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`.
+    """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`,
+    unless the batch takes the stock path after all.
 
     Args:
         option: `prefix.exchange`. tree_rule: what rows share besides whole prompts.
         leaves_out: dead rows are marked, in the batch, since they cost nothing, and in the rows that are computed.
 
     Raises:
-        ExchangeError: another rank failed, here or in `give_back`, or ranks do not agree.
+        RankError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
     ranks, travel, computed = _exchanging_ranks(backend, option, loss), None, batch
     if leaves_out:

@@ -43,13 +43,14 @@ class Headroom:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Context of an optimizer step with its passes. The allocator still holds what the largest update so far took,
-        so the memory that is free on the device is what that update left."""
+        """Context of an optimizer step with its passes. Room is what is free on the device behind it, and what the
+        largest update so far took, as much of it as the allocator still holds: verl may have emptied its cache."""
         self._added_now = 0.0
         yield
         if self._added_now and self.is_known:
             self._largest_added = max(self._largest_added, self._added_now)
-            room = torch.cuda.mem_get_info()[0] + self._largest_added
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            room = torch.cuda.mem_get_info()[0] + min(self._largest_added, cached)
             self._room = room if self._room is None else min(self._room, room)
             self._allocated_after_last = torch.cuda.memory_allocated()
 

@@ -43,8 +43,8 @@ def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
 
 
 def fields_read(function: LossFunction | None, mode: str | None, fields: Set[str] | None) -> Set[str] | None:
-    """Fields of a batch of which loss and outputs are made apart from tokens, so that a NaN can come from them; None:
-    all. `mode`: of verl's own loss; `fields`: what any other reads.
+    """Fields of a batch, besides tokens, that outputs and loss are made of, so that a NaN in one reaches the loss;
+    None: all. `mode`: of verl's own loss; `fields`: what any other reads.
 
     Source: ppo_loss (verl/workers/utils/losses.py), compute_policy_loss_<mode> and distillation_ppo_loss
     (verl/trainer/distillation/losses.py).
@@ -186,9 +186,8 @@ class Loss:
     def __call__(
         self, model_output: Mapping[str, torch.Tensor], data: TensorDict, group: Any
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
-        """Computes the loss and the metrics of a pass, and says whether any of its tokens counts.
-
-        verl's loss may raise where no token counts. Then the loss is zero, and there are no metrics (`same_sums`).
+        """Computes the loss and the metrics of a pass, and says whether there are metrics: not where verl's loss would
+        raise, since no token counts. Then the loss is zero (`same_sums`).
 
         Args:
             data: its rows, as `micro_batch` takes them. group: the ranks that compute data in parallel.

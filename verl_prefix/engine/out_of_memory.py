@@ -66,7 +66,8 @@ def out_of_memory_advice(
         checkpoints, by_phase = _advice(role, options or PrefixConfig(), keeps, forward_only)
         largest = largest_wave(plan) if plan else 0
         if plan is None:
-            advice = f"that was the self-check, which holds the gradients of two paths; set {_PREFIX}.verify=off"
+            advice = "that was the self-check, which also runs verl's own path, and attention in float64; set "
+            advice += f"{_PREFIX}.verify=off"
         elif settings := _settings(plan, keeps):
             advice = f"set {' and '.join(settings)}"
         elif (phase := getattr(error, "prefix_phase", "packed")) in by_phase:

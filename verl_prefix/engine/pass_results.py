@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 class _Result(NamedTuple):
     """What a pass left: its rows, its output as verl wants it, whether all of that was finite ([] bool), where it ran,
-    and whether any of its tokens counts."""
+    and whether its metrics count."""
 
     rows: list[int]
     output: dict[str, Any]
     finite: torch.Tensor
     where: str
-    counts: bool
+    metrics_count: bool
 
 
 class PassResults:
@@ -70,13 +70,13 @@ class PassResults:
             micro_batch = select_rows(micro_batch, seen)
             unbound = {name: values.unbind() for name, values in model_output.items()}
             read = {name: tu.nested_tensor_from_tensor_list([x[i] for i in seen]) for name, x in unbound.items()}
-        loss, metrics, counts = self._loss(read, micro_batch, self._backend.ranks.data)
+        loss, metrics, has_metrics = self._loss(read, micro_batch, self._backend.ranks.data)
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
         values = [loss.detach(), outputs, *self._loss.floats(micro_batch).values()]
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
         model_output = {name: values.detach() for name, values in model_output.items()}
         output = {"loss": loss.detach(), "metrics": metrics, "model_output": model_output}
-        self._results.append(_Result(rows, output, finite, where=current_pass(), counts=counts and bool(seen)))
+        self._results.append(_Result(rows, output, finite, current_pass(), metrics_count=has_metrics and bool(seen)))
         return loss
 
     def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
@@ -89,13 +89,17 @@ class PassResults:
             with torch.no_grad(), self._backend.autocast():
                 nothing = Layout(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
                 self.step(nothing, self.token_outputs.empty())
-            # No pass has computed it: its loss, of no token, may be NaN. Its metrics are for a rank without passes.
+            # No pass has computed it: its loss, of no token, may be NaN. Both are for a rank without passes alone.
             step, alone = self._results[-1], len(self._results) == 1
-            step.output["metrics"] = step.output["metrics"] if alone else {}
-            self._results[-1] = step._replace(finite=torch.ones_like(step.finite), counts=step.counts and alone)
-        if any(result.counts for result in self._results):  # else every rank still needs one set of metrics
+            if not alone:
+                step.output["metrics"] = {}
+            if not alone and self._loss.function is not None:
+                step.output["loss"] = torch.zeros_like(step.output["loss"])
+            metrics_count = step.metrics_count and alone
+            self._results[-1] = step._replace(finite=torch.ones_like(step.finite), metrics_count=metrics_count)
+        if any(result.metrics_count for result in self._results):  # else every rank still needs one set of metrics
             for result in self._results:
-                result.output["metrics"] = result.output["metrics"] if result.counts else {}
+                result.output["metrics"] = result.output["metrics"] if result.metrics_count else {}
         num_not_finite = self.report_not_finite()
         for result in self._results:
             result.output["loss"] = result.output["loss"].item()

@@ -196,7 +196,8 @@ class BatchRows:
         return int(self.data["micro_batch_size_per_gpu"]) * longest
 
     def check_positions_and_pixels(self, config: Any, rows_begin_at_zero: bool) -> None:
-        """Checks that position ids number the tokens of each row 0, 1, 2, ..., and that pixels are those of prompts.
+        """Checks that the stock path would find each row where it begins (by position id 0, or where ids do not go up
+        by 1, as `rows_begin_at_zero` says), and that pixels are those of prompts.
 
         Where they do not, ours would silently differ from the stock path, which reads the bounds of packed rows from
         position ids, or numbers tokens itself. Of four axes the first decides, that of text; the others jump at images.

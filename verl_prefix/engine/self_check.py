@@ -11,8 +11,9 @@ All figures are in units of noise: how far ours is off, over how far rounding al
   far that kernel moves where the row is rounded differently and stands after some tokens that change nothing. Ours
   differs in the same way: its chunks begin anew after the prefix, and so sum in another order, in whatever precision
   the kernel has inside. Input rounding alone is too small a unit: in fp32 decays are differences of long sums.
-- gradients of the sum of log-probs against the stock path's, in units of its noise, as for log-probs. What suffixes
-  send back to their prefix shows nowhere else.
+- gradients of a weighted sum of log-probs, in which a response's i-th token counts 1 / i (`verify._falling_loss`),
+  against the stock path's, in units of its noise, as for log-probs. What suffixes send back to their prefix shows
+  nowhere else.
 """
 
 import functools
@@ -269,7 +270,7 @@ def compare(
     tokens say little.
 
     Args:
-        stock: [n] log-probs by the stock path, with gradients of their sum.
+        stock: [n] log-probs by the stock path, with gradients of a loss of them, which `ours` has as well.
         ours: the same by schedule "packed" or "phased", with passes of a type (`PackedForward.pass_type`).
         rounding_noise: of a seed; while open, layers' outputs are rounded differently each time.
         gradients: of the model that both run on.

@@ -1,7 +1,8 @@
 """Metrics of a training step: counts and seconds are the step's, of all its ranks and mini-batches.
 
-verl averages over both what an engine reports. Of timing_s/* it takes the minimum, since it finds "min" in "timing"
-(reduce_metrics, verl/utils/metric/utils.py). So each rank reports a step's total once, with its last mini-batch.
+verl averages over both what an engine reports. But it takes the maximum of names with "max" (prefix/moe/max_vio/*,
+prefix/moe/avg_vio/max), and the minimum of timing_s/*, since it finds "min" in "timing" (reduce_metrics,
+verl/utils/metric/utils.py). So each rank reports a step's total once, with its last mini-batch.
 """
 
 import itertools

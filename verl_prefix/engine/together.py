@@ -9,8 +9,8 @@ import torch.distributed as dist
 from verl.utils.device import get_device_name
 
 
-class ExchangeError(RuntimeError):
-    """Rows or outputs are not where they belong, or another rank failed."""
+class RankError(RuntimeError):
+    """Another rank failed, or ranks do not agree on rows or outputs."""
 
 
 _NOBODYS = 2**48  # no digest of `Agreement.same` is as large
@@ -69,7 +69,7 @@ def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -
         what ranks tell each other inside, and know after it.
 
     Raises:
-        ExchangeError: another rank failed. An error of this rank is raised as it is.
+        RankError: another rank failed. An error of this rank is raised as it is.
     """
     agreed, error = Agreement(maxima, same), None
     try:
@@ -83,5 +83,5 @@ def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -
     if error is not None:
         raise error
     if failed:
-        raise ExchangeError(f"prefix: rank {failed - 1} failed while {doing}; its own error says why")
+        raise RankError(f"prefix: rank {failed - 1} failed while {doing}; its own error says why")
     agreed.settle(maxima_of_all)

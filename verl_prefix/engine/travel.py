@@ -23,8 +23,9 @@ from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.row_bytes import RowCodec, TravellingRow
 from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.together import ExchangeError, together
+from verl_prefix.engine.together import RankError, together
 from verl_prefix.models.vision import CARRIED_BY, PIXEL_NAMES
+from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Travel:
             tree_rule = tree_rule._replace(cut_before=bool(agreed["cut_before"]))
             compatible = agreed.is_same("layout")
             if not compatible:
-                logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
+                warn_once(logger, "prefix.exchange: the ranks' batches have different fields, so that rows stay")
             self.table = AllRows(self._gather(own, agreed["num_rows"]))
             is_cut = tree_rule.cuts_rows(self.table.uids, self.table.keys)
             pieces: list[torch.Tensor] = []
@@ -106,7 +107,7 @@ class Travel:
             with together("placing rows", same=("homes",)) as agreed:
                 agreed.same("homes", self._find_homes(compatible, pieces if is_cut else None))
         if not agreed.is_same("homes"):
-            raise ExchangeError(
+            raise RankError(
                 "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
                 "actor_rollout_ref.actor.prefix.exchange=off"
             )
@@ -122,7 +123,7 @@ class Travel:
             placement = table.by_group(self._size) if pieces is None else table.by_session(self._size, pieces)
         homes = placement.ranks
         if len(homes) != len(table.keys) or set(homes) != set(range(self._size)):
-            raise ExchangeError(
+            raise RankError(
                 f"{len(table.keys)} rows were placed on ranks {homes}; there are {self._size}, and each needs one"
             )
         self.moves = Moves(table, homes, self._rank, self._size)
@@ -160,7 +161,7 @@ class Travel:
                     parcels = [codec.pack([codec.row(next(at), i) for i in rows]) for rows in moves.got]
                     agreed.same("layout", codec.layout)
             if not agreed.is_same("layout"):
-                raise ExchangeError(f"ranks computed different outputs; this one has {', '.join(outputs or ())}")
+                raise RankError(f"ranks computed different outputs; this one has {', '.join(outputs or ())}")
             received = self._swap(parcels)
             with together("receiving outputs"):
                 if outputs is None:
@@ -234,11 +235,11 @@ def _unpacked(
     for rank, origins in enumerate(expected):
         rows = codec.unpack(parcels[rank])
         if (came := [row.origin for row in rows]) != origins:
-            raise ExchangeError(f"rank {rank} sent {what} {came}, and {origins} were to travel")
+            raise RankError(f"rank {rank} sent {what} {came}, and {origins} were to travel")
         arrived += rows
     return arrived
 
 
 def _check_lens(outputs: Mapping[str, Any], lens: Sequence[int]) -> None:
     if wrong := [name for name, x in outputs.items() if x.offsets().diff().tolist() != lens]:
-        raise ExchangeError(f"{', '.join(wrong)} do not have the {len(lens)} rows of this rank, or not their lengths")
+        raise RankError(f"{', '.join(wrong)} do not have the {len(lens)} rows of this rank, or not their lengths")
