@@ -93,8 +93,8 @@ class PassResults:
             step, alone = self._results[-1], len(self._results) == 1
             if not alone:
                 step.output["metrics"] = {}
-            if not alone and self._loss.function is not None:
-                step.output["loss"] = torch.zeros_like(step.output["loss"])
+                if self._loss.function is not None:
+                    step.output["loss"] = torch.zeros_like(step.output["loss"])
             metrics_count = step.metrics_count and alone
             self._results[-1] = step._replace(finite=torch.ones_like(step.finite), metrics_count=metrics_count)
         if any(result.metrics_count for result in self._results):  # else every rank still needs one set of metrics

@@ -215,7 +215,8 @@ class PrefixEngine:
         metrics = plan_metrics(rows, groups, plan, runner, loss) | self.backend.model_metrics(runner)
         if self.prefix_config.skip_zero_advantage and not forward_only:
             metrics["prefix/zero_advantage_rows"] = num_dead(rows, plan)
-        metrics["prefix/nonfinite_passes"] = num_not_finite * ranks.stages  # the last counts, all divide
+        # The last stage alone counts them, and sums are divided by all copies.
+        metrics["prefix/nonfinite_passes"] = num_not_finite * ranks.stages
         return output, metrics
 
     def verls_forward_backward(

@@ -99,17 +99,8 @@ def expanded(words: list[str]) -> list[str]:
     # A function that runs its arguments is in the trace first: run python3 -m ...
     calls = [words for words in calls if not any(words[1:] == other[: len(words) - 1] for other in calls)]
     trains = [words for i, words in enumerate(calls) if words not in calls[:i]]
-    if not trains and (sft := SFT.search(text)):
-        told = f"not supported: {named} trains by {sft[0]}, whose rows share no prompt"
-        raise PlanError(f"{told}; plan is for training by verl.trainer.main_ppo")
-    if not trains and (wrong := _syntax_error(text)):
-        raise PlanError(f"{named} is no script that bash can read: {wrong}")
     if not trains:
-        told = f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written"
-        if said := _said_at_its_end(_trace(text, arguments, named)):
-            told += f", and ends with {said!r}; give its arguments, or"
-            raise PlanError(f"{told} the words of its training command, key=value ...")
-        raise PlanError(f"{told}; give the words of its training command, key=value ...")
+        raise PlanError(_why_none(text, arguments, named))
     command = next((words for words in trains if not any(map(VAL_ONLY.fullmatch, words))), trains[0])
     if len(trains) > 1:
         which = f"{named} has {len(trains)} training commands, and this is number {trains.index(command) + 1}"
@@ -134,6 +125,19 @@ def _trainings(text: str, words: list[str], named: str, depth: int = 0) -> list[
             if end := next((entry for entry in entries[:i] if re.match(r"exit\b", entry)), None):
                 print(f"note: {named} ends with {end.strip()} before it trains; it was read on", file=sys.stderr)
     return found
+
+
+def _why_none(text: str, arguments: list[str], named: str) -> str:
+    """Why a script has no training command that can be planned, and what to type; arguments as of `_trace`."""
+    if sft := SFT.search(text):
+        told = f"not supported: {named} trains by {sft[0]}, whose rows share no prompt"
+        return f"{told}; plan is for training by verl.trainer.main_ppo"
+    if wrong := _syntax_error(text):
+        return f"{named} is no script that bash can read: {wrong}"
+    told = f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written"
+    said = _said_at_its_end(_trace(text, arguments, named))
+    told += f", and ends with {said!r}; give its arguments, or" if said else "; give"
+    return f"{told} the words of its training command, key=value ..."
 
 
 def _syntax_error(text: str) -> str:
