@@ -2,14 +2,15 @@
 
 It puts verl_prefix/config on Hydra's search path, so that `model_engine=prefix` resolves before `@hydra.main` runs.
 It registers the platform for CPUs, and two resolvers by which a config is checked and adapts to verl's trainer. The
-rest comes later: our trainers are imported when verl's are, and the engine with the class that `model_engine=prefix`
-names for `fsdp_config`. verl swallows what is raised here (verl/__init__.py logs it at DEBUG);
-`verl-prefix doctor` imports this module again and shows the traceback.
+rest comes later: our trainers, and engine and rollout for CPUs, are imported when verl's are, and the engine with the
+class that `model_engine=prefix` names for `fsdp_config`. verl swallows what is raised here (verl/__init__.py logs it at
+DEBUG); `verl-prefix doctor` imports this module again and shows the traceback.
 """
 
+import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -19,28 +20,32 @@ from omegaconf import DictConfig, OmegaConf
 
 import verl_prefix.search_path  # noqa: F401
 
-VERLS_TRAINERS = "verl.trainer.ppo.v1"
-
 logger = logging.getLogger(__name__)
 
 
-class TrainersFinder(MetaPathFinder):
-    """Imports our trainers right behind verl's, in any process that imports those. verl looks a trainer up by its name,
-    `trainer.v1.trainer_mode`, in a registry of its own, which is there once verl's trainers are loaded."""
+class FollowingFinder(MetaPathFinder):
+    """Imports modules of ours right behind those of verl's whose registries they enter, in any process that imports
+    those: `following` says which. No process pays for a part of verl that it does not use."""
+
+    def __init__(self, following: Mapping[str, str]) -> None:
+        self.following = following
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path) if fullname == VERLS_TRAINERS else None
+        ours = self.following.get(fullname)
+        if ours is None:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
         if spec is not None:
             loader: Any = spec.loader
             run = loader.exec_module
 
-            def run_then_add(module: ModuleType) -> None:
+            def run_both(module: ModuleType) -> None:
                 run(module)
-                _add_trainers()
+                _import(ours)
 
-            loader.exec_module = run_then_add
+            loader.exec_module = run_both
         return spec
 
 
@@ -59,17 +64,17 @@ def _keeps_prompts(*, _root_: DictConfig) -> bool:
     return keeps_prompts(_root_)
 
 
-def _add_trainers() -> None:
+def _import(ours: str) -> None:
     try:
-        import verl_prefix.trainer.prefix_sync  # noqa: F401
-    except Exception:  # verl's own trainers work without ours
-        logger.exception("trainer.v1.trainer_mode=prefix_* are missing")
+        importlib.import_module(ours)
+    except Exception:  # verl's own work without ours
+        logger.exception("what %s adds to verl is missing", ours)
 
 
 OmegaConf.register_new_resolver("verl_prefix.engine_of", _engine_of, replace=True)
 OmegaConf.register_new_resolver("verl_prefix.keeps_prompts", _keeps_prompts, replace=True)
 
 # The platform must be registered before any verl module resolves it at import.
-import verl_prefix.cpu  # noqa: E402, F401
+from verl_prefix.cpu import FOLLOWING  # noqa: E402
 
-sys.meta_path.insert(0, TrainersFinder())
+sys.meta_path.insert(0, FollowingFinder({"verl.trainer.ppo.v1": "verl_prefix.trainer.prefix_sync"} | FOLLOWING))

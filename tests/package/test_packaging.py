@@ -88,7 +88,7 @@ def site(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_what_pip_installs_by_name_imports_and_runs(site: Path, index: Path, tmp_path: Path) -> None:
     code = "import verl_prefix; print(verl_prefix.__version__, verl_prefix.__file__)"
     env = os.environ | {"PYTHONPATH": str(site)}
@@ -214,15 +214,18 @@ def test_verl_finds_the_plugin_and_the_shell_finds_the_command(wheel: zipfile.Zi
     assert dict(entry_points["console_scripts"]) == {"verl-prefix": "verl_prefix.cli:main"}
 
 
-@pytest.mark.parametrize("is_new", [False, pytest.param(True, marks=pytest.mark.ci)])
-def test_import_verl_loads_of_us_the_search_path_and_the_platform_alone(python: str, is_new: bool) -> None:
+@pytest.mark.parametrize("platform", [{}, {"VERL_PLATFORM": "cpu"}], ids=["any", "cpu"])
+@pytest.mark.parametrize("is_new", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_import_verl_loads_of_us_the_search_path_and_the_platform_alone(
+    python: str, is_new: bool, platform: dict[str, str]
+) -> None:
     """Whatever the config will say: engine, trainers, and what of verl and transformers they import, come when a config
-    asks for them. In CI in a new process: what `python` starts with, nobody can be seen to load."""
+    asks for them. In test-more in a new process: what `python` starts with, nobody can be seen to load."""
 
     def loaded(policy: str) -> set[str]:
         code = "import sys, verl; print('LOADED', *sys.modules)"
         env = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
-        env |= {"VERL_USE_EXTERNAL_PLUGINS": policy}
+        env |= {"VERL_USE_EXTERNAL_PLUGINS": policy} | (platform if policy == "prefix" else {})
         executable = sys.executable if is_new else python
         done = subprocess.run([executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         return set(done.stdout.rpartition("LOADED ")[2].split())

