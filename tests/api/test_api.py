@@ -177,7 +177,7 @@ def accelerate_hook(model):
 
 @pytest.mark.parametrize(
     ("logits_chunk", "checkpointed"),
-    [(4096, False), (7, True), *(pytest.param(*one, marks=pytest.mark.ci) for one in ((4096, True), (7, False)))],
+    [(4096, False), (7, True), *(pytest.param(*one, marks=pytest.mark.more) for one in ((4096, True), (7, False)))],
 )
 @pytest.mark.parametrize("changed", [replaced, pre_hook, hook, accelerate_hook, lora])
 def test_an_lm_head_that_others_changed_runs_as_they_changed_it(changed, logits_chunk, checkpointed):

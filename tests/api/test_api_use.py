@@ -237,7 +237,7 @@ def test_importing_the_package_is_cheap():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_the_package_and_its_functions_come_without_verl(fresh, tmp_path):
     code = """
 from verl_prefix import phased_update, response_hidden_states, response_log_probs
@@ -276,7 +276,7 @@ def test_readme_snippet_trains_as_hf_does():
         assert (ours[name] - truth).norm() / truth.norm() < 1e-9, name
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_examples_run_and_agree_with_hf(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
     import judge_scoring

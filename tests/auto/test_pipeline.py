@@ -80,10 +80,10 @@ def test_stages_never_wait_for_each_other(rounds, stages, forward_only):
 
 
 @pytest.mark.parametrize(
-    "stages", [1, 4, 16, pytest.param(2, marks=pytest.mark.ci), pytest.param(8, marks=pytest.mark.ci)]
+    "stages", [1, 4, 16, pytest.param(2, marks=pytest.mark.more), pytest.param(8, marks=pytest.mark.more)]
 )
 @pytest.mark.parametrize("share", [0.1, 0.5, 2, 8, 16])
-@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.ci), pytest.param(32, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.more), pytest.param(32, marks=pytest.mark.full)])
 def test_auto_is_never_slower_than_stock(stages, share, size):
     for number in (1, 2, 4, 16, 64):
         for suffix in (256, 2048):

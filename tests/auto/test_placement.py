@@ -214,7 +214,7 @@ def place_counted(batch: tuple) -> tuple[Placement, float]:
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("heavy", 16), *(pytest.param(*one, marks=pytest.mark.ci) for one in (("heavy", 8), ("even", 8), ("even", 16)))],
+    [("heavy", 16), *(pytest.param(*one, marks=pytest.mark.more) for one in (("heavy", 8), ("even", 8), ("even", 16)))],
 )
 def test_a_large_batch_is_placed_by_as_many_lines_per_row_as_a_small_one(kind, size):
     """65536 rows take 0.2 CPU seconds."""

@@ -75,7 +75,12 @@ def _memory(world: int, options: dict, stages: int = 1) -> Memory:
     return Memory.of_megatron(keys, world, PrefixConfig())
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("TP, tied", "TP, biases", "DP, whole optimizer", "TP, EP, expert TP", "CP, EP")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.more) for name in CASES]
+)
 def test_a_rank_holds_what_is_said_of_it(ranks, tmp_path_factory, name):
     model, world, options = CASES[name]
     path = megatron_engines.write_megatron_model(tmp_path_factory.mktemp("model"), model)

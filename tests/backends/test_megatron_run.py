@@ -31,7 +31,6 @@ SHARES = importlib.util.find_spec("verl_prefix.backends.megatron") is not None
 
 
 @pytest.mark.ray
-@pytest.mark.ci
 @pytest.mark.parametrize("run", ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in [*RUNS][1:])])
 def test_step_1_is_stocks_and_prompts_are_shared(tmp_path: Path, run: str, train, monkeypatch) -> None:
     family = run.split()[0]

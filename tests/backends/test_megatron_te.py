@@ -82,7 +82,12 @@ def _local(models: dict, name: str) -> dict:
 
 @pytest.mark.parametrize(
     ("world", "which"),
-    [(world, which) for world, cases in CASES.items() for which, case in cases.items() if case[3] == "steps"],
+    [
+        pytest.param(world, which, marks=pytest.mark.more if world == 2 else ())
+        for world, cases in CASES.items()
+        for which, case in cases.items()
+        if case[3] == "steps"
+    ],
 )
 def test_te_spec_is_the_local_spec(models, ranks, on_te, world, which):
     (truth,) = ranks(1, models)(_local, CASES[world][which][0])

@@ -41,7 +41,6 @@ def test_experts_that_verls_veomni_took_apart_are_put_together(tmp_path, monkeyp
 
 
 @pytest.mark.ray
-@pytest.mark.ci
 def test_step_1_is_stocks_and_prompts_are_shared(tmp_path: Path, train, monkeypatch) -> None:
     helpers = str(Path(__file__).parents[1] / "helpers")
     monkeypatch.setenv("PYTHONPATH", helpers, prepend=os.pathsep)

@@ -254,7 +254,7 @@ def ranks(tmp_path_factory, warm):
 
 
 # 110: from this number of tens on, every two of schedule, mesh and switches meet with every value.
-@pytest.mark.parametrize("draws", [pytest.param(2, marks=pytest.mark.ci), pytest.param(110, marks=pytest.mark.full)])
+@pytest.mark.parametrize("draws", [pytest.param(2, marks=pytest.mark.more), pytest.param(110, marks=pytest.mark.full)])
 def test_random_batches_finish_agree_with_stock_and_keep_their_rows(ranks, draws):
     # One rank has no group at all, waves of one row on the other; both empty; a group of many rows against one of one.
     @hypothesis.example(

@@ -161,7 +161,10 @@ def resources(kernel, folder: Path) -> dict[str, int]:
     "target",
     [
         ("cuda", 90, 32),
-        *(pytest.param(x, marks=pytest.mark.ci) for x in (("cuda", 80, 32), ("cuda", 100, 32), ("hip", "gfx942", 64))),
+        *(
+            pytest.param(x, marks=pytest.mark.more)
+            for x in (("cuda", 80, 32), ("cuda", 100, 32), ("hip", "gfx942", 64))
+        ),
     ],
     ids=str,
 )

@@ -138,7 +138,7 @@ def test_one_backward_is_told_to_be_the_last_phase_c_or_without_it_the_last_wave
     assert torch.allclose(*grads, atol=1e-6)
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_fifty_steps_leave_no_tensor_behind():
     model, rollouts = build(), random_rollouts(SHAPE, 61)
 

@@ -117,7 +117,7 @@ RUNS = {
     "offloaded": dict(budget=24, offload=True),
     "chunks": dict(budget=30, logits_chunk=3),
 }
-MARKS = {"qwen3": ()} | dict.fromkeys(("qwen3.5", "granite4-h", "gpt-oss-window-9"), pytest.mark.ci)
+MARKS = {"qwen3": ()} | dict.fromkeys(("qwen3.5", "granite4-h", "gpt-oss-window-9"), pytest.mark.more)
 CHECKPOINTED = {"checkpointed": False, "reentrant": True, "kept attention": False}
 
 

@@ -96,10 +96,10 @@ def packed(monkeypatch) -> list[tuple[torch.Tensor, int, bool]]:
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
     [
-        pytest.param(torch.float64, "cpu", id="float64-cpu", marks=pytest.mark.ci),
+        pytest.param(torch.float64, "cpu", id="float64-cpu", marks=pytest.mark.more),
         pytest.param(torch.float64, "reference", id="float64-reference"),
         pytest.param(torch.float32, "cpu", id="float32-cpu"),
-        pytest.param(torch.float32, "reference", id="float32-reference", marks=pytest.mark.ci),
+        pytest.param(torch.float32, "reference", id="float32-reference", marks=pytest.mark.more),
     ],
 )
 def test_results_are_the_same_bits_with_and_without_offload(monkeypatch, counts, dtype, kernel, checkpoint, room):
@@ -578,7 +578,7 @@ def test_backward_after_leaving_is_refused(pages, counts):
         y.backward()
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_fifty_steps_grow_neither_pages_nor_tensors(pages, counts):
     model = build()
 

@@ -61,7 +61,7 @@ def bf16_and_truth(rows: str, seed: int) -> tuple[torch.nn.Module, Rollouts, tup
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("kernel", ["cpu", pytest.param("reference", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("kernel", ["cpu", pytest.param("reference", marks=pytest.mark.more)])
 @pytest.mark.parametrize("options", [dict(schedule="packed"), dict(schedule="phased", wave_tokens=40)], ids=str)
 def test_bf16_errors_are_those_of_stock(kernel, options, rows):
     ours, stock = [0.0, 0.0], [0.0, 0.0]
@@ -97,7 +97,7 @@ def softcapped(seed: int) -> tuple[torch.nn.Module, Rollouts, tuple[torch.Tensor
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(dict(schedule="packed"), marks=pytest.mark.ci), dict(schedule="phased", wave_tokens=40)], ids=str,
+    [pytest.param(dict(schedule="packed"), marks=pytest.mark.more), dict(schedule="phased", wave_tokens=40)], ids=str,
 )  # fmt: skip
 def test_softcapped_attention_under_autocast_errs_as_stock_does(options):
     ours, stock = [0.0, 0.0], [0.0, 0.0]
@@ -132,7 +132,7 @@ def drift(steps: int = 20) -> list[dict[str, float]]:
     return curve
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_twenty_adamw_steps_of_stock_and_phased_stay_together():
     curve = drift()
     mean = {name: sum(point[name] for point in curve) / len(curve) for name in ("stock", "phased")}

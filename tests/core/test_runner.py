@@ -66,7 +66,7 @@ def build(family: str = "llama", **overrides):
     [
         ("llama", "cpu"),
         ("qwen3", "reference"),
-        *(pytest.param(*one, marks=pytest.mark.ci) for one in (("llama", "reference"), ("qwen3", "cpu"))),
+        *(pytest.param(*one, marks=pytest.mark.more) for one in (("llama", "reference"), ("qwen3", "cpu"))),
     ],
 )
 def test_schedule_equals_repeated_prefix(family, kernel, options):

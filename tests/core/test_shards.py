@@ -127,18 +127,18 @@ RUNS = [(2, case, False) for case in CASES] + [
 
 
 def _sized(size: int):
-    """make test has two ranks, which both have the only key head of a model; CI four and eight."""
-    return pytest.param(size, marks=() if size == 2 else pytest.mark.ci)
+    """make test has two ranks, which both have the only key head of a model; test-more four and eight."""
+    return pytest.param(size, marks=() if size == 2 else pytest.mark.more)
 
 
 def _on_more(size: int, checkpointed: bool) -> tuple | pytest.MarkDecorator:
     """As `_sized`; what is checkpointed runs again on two ranks as on more, which is left to make test-full."""
-    return () if size == 2 else pytest.mark.full if checkpointed else pytest.mark.ci
+    return () if size == 2 else pytest.mark.full if checkpointed else pytest.mark.more
 
 
 def _of_one(model: str, case: str) -> tuple | pytest.MarkDecorator:
     """make test has every case by the model whose only key head both ranks have, and those of rows by each."""
-    return () if model == "1 key head" or case in (*FEW, "turns_stripped") else pytest.mark.ci
+    return () if model == "1 key head" or case in (*FEW, "turns_stripped") else pytest.mark.more
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_ranks_compute_together_what_hf_computes_row_by_row(ranks, model, size, 
 
 
 def _marks(family: str, size: int, case: str, checkpointed: bool) -> tuple | pytest.MarkDecorator:
-    """CI has every case by one family; by the others those on four ranks, and of two those that hold most."""
+    """test-more has every case by one family; by the others those on four ranks, and of two those that hold most."""
     if (size, case, checkpointed) == (2, "turns_phased", False):
         return ()
     most = case in ("phased_row_by_row", "turns_in_pieces", "turns_stripped") or (case in FEW and checkpointed)
-    return pytest.mark.ci if family == "qwen3.5" or (most if size == 2 else not checkpointed) else pytest.mark.full
+    return pytest.mark.more if family == "qwen3.5" or (most if size == 2 else not checkpointed) else pytest.mark.full
 
 
 STATE_RUNS = [pytest.param(family, *run, marks=_marks(family, *run)) for family in STATES for run in RUNS if run[0] < 8]

@@ -94,12 +94,12 @@ def test_rows_share_what_stands_before_the_first_and_the_last_cut_that_there_can
 
 
 def _marks(family: str, rows: Callable) -> tuple | pytest.MarkDecorator:
-    """make test has every kind of rows by one family, and by all but TWINS those that hold all that a tree can. CI has
-    searches and odd rows by a window with sinks and by both kinds of recurrent layers as well."""
+    """make test has every kind of rows by one family, and by all but TWINS those that hold all that a tree can.
+    test-more has searches and odd rows by a window with sinks and by both kinds of recurrent layers as well."""
     if family == "qwen3" or rows is thinking_kept:
-        return pytest.mark.ci if family in TWINS else ()
-    in_ci = family in ("gpt-oss-window-9", "qwen3.5", "granite4-h") and rows in (tree_search, accidents)
-    return pytest.mark.ci if in_ci else pytest.mark.full
+        return pytest.mark.more if family in TWINS else ()
+    in_more = family in ("gpt-oss-window-9", "qwen3.5", "granite4-h") and rows in (tree_search, accidents)
+    return pytest.mark.more if in_more else pytest.mark.full
 
 
 CASES = [pytest.param(family, rows, marks=_marks(family, rows)) for family in FAMILIES for rows in ROWS]
@@ -170,7 +170,7 @@ def test_broken_trees_are_far_off(monkeypatch, broken, rows, name):
     assert error(measure(model, lambda: run_shared(model, batch, **RUNS[name])), truth) > 100 * 5e-6
 
 
-@pytest.mark.parametrize("draws", [15, pytest.param(40, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("draws", [15, pytest.param(40, marks=pytest.mark.more)])
 def test_any_rows_in_any_plan_equal_hf(small, draws):  # noqa: F811
     @settings(max_examples=draws)
     @given(

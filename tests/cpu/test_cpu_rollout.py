@@ -403,7 +403,7 @@ server = replica._server_handle
 """
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_two_jobs_of_one_cluster_and_namespace_have_a_server_each(
     monkeypatch: pytest.MonkeyPatch, model_path: str, python: str, tmp_path: Path
 ) -> None:

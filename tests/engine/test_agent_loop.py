@@ -35,7 +35,7 @@ from verl_prefix.tools.plan.compose import compose_config
 from verl_prefix.trainer.prefix_sync import MANAGER, PrefixPPOTrainerSync
 from verl_prefix.trainer.shared_pixels import SharedPixelsManager, SharedPixelsWorker
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.more
 G = 4
 StockWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 

@@ -133,7 +133,7 @@ def walk(tmp_path_factory, ranks):
 
 
 # A rank of nothing but empty responses is in test_engine_equivalence.py too.
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize("rows", ["rows", "idle"])
 def test_ranks_without_rows_or_outputs_reach_every_collective(walk, rows):
     whole, staged = (walk(_walk, rows, has_outputs) for has_outputs in (True, False))

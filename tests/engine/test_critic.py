@@ -44,7 +44,7 @@ CASES = {
     "gpt_oss_phased": PHASED,
 }  # hybrids: test_fuzz.py  # fmt: skip
 QUICK = ("exchanged", "turns_phased_exchanged", "turns", "padded", "ulysses", "auto")
-IN_CI = every_value(CASES, QUICK)
+IN_MORE = every_value(CASES, QUICK)
 FAMILIES = ("gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3")
 MISSED = "prefix.verify, update 1: values differ from the stock path's"
 SHARED = SharedModels(_engine)  # on ranks
@@ -80,8 +80,8 @@ def models(tmp_path_factory):
 
 
 def _world(world: int, case: str) -> object:
-    in_ci = world == 2 and (case in IN_CI or case in FAMILIES)
-    marks = () if world == 2 and case in QUICK else pytest.mark.ci if in_ci else pytest.mark.full
+    in_more = world == 2 and (case in IN_MORE or case in FAMILIES)
+    marks = () if world == 2 and case in QUICK else pytest.mark.more if in_more else pytest.mark.full
     return pytest.param(world, case, marks=marks, id=f"{world}-{case}")
 
 
@@ -103,8 +103,8 @@ def _half(models: dict, schedule: str, turns: bool) -> list[dict[str, float]]:
     return [_half_errors(x, truth) for x in (ours, stock)]
 
 
-@pytest.mark.parametrize("turns", [pytest.param(False, marks=pytest.mark.ci), True], ids=["one_prompt", "turns"])
-@pytest.mark.ci
+@pytest.mark.parametrize("turns", [pytest.param(False, marks=pytest.mark.more), True], ids=["one_prompt", "turns"])
+@pytest.mark.more
 @pytest.mark.parametrize("schedule", ["packed", "phased"])
 def test_bf16_misses_fp32_by_no_more_than_verls_critic_does(ranks, models, schedule, turns):
     for ours, stock in ranks(2, models)(_half, schedule, turns):
@@ -143,8 +143,8 @@ def _broken(models: dict, broken: str, schedule: str) -> tuple[dict[str, float],
     return _compare(ours, stock)["errors"], said
 
 
-@pytest.mark.parametrize("schedule", ["packed", pytest.param("phased", marks=pytest.mark.ci)])
-@pytest.mark.parametrize("broken", ["_one_token_off", pytest.param("_of_another_row", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("schedule", ["packed", pytest.param("phased", marks=pytest.mark.more)])
+@pytest.mark.parametrize("broken", ["_one_token_off", pytest.param("_of_another_row", marks=pytest.mark.more)])
 def test_values_of_a_wrong_place_are_far_off_and_the_self_check_sees_it(ranks, models, broken, schedule):
     for errors, (raised, after) in ranks(2, models)(_broken, broken, schedule):
         assert min(errors["values"], errors["loss"], errors["grads"]) > 100 * TOLERANCE, errors
@@ -191,7 +191,7 @@ def _resumed(models: dict, folder: str) -> float:
     return _relative(*values)
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_verls_critic_goes_on_from_a_checkpoint_of_ours(ranks, models, tmp_path):
     assert max(ranks(2, models)(_resumed, str(tmp_path))) <= TOLERANCE
 

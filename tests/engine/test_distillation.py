@@ -75,7 +75,7 @@ QUICK = (
     "logits_in_chunks_phased_only", "topk_as_reward", "k1_as_reward",
 )  # fmt: skip
 ALONE = ("packed_only", "entropy_only")  # on one rank in make test
-IN_CI = every_value(CASES, QUICK)
+IN_MORE = every_value(CASES, QUICK)
 SHARED = SharedModels(_engine)  # on ranks
 
 
@@ -159,8 +159,8 @@ def models(tmp_path_factory):
 
 def _world(world: int, case: str) -> object:
     quick = case in (ALONE if world == 1 else QUICK)
-    in_ci = world == 2 and case in IN_CI
-    return pytest.param(world, case, marks=() if quick else pytest.mark.ci if in_ci else pytest.mark.full)
+    in_more = world == 2 and case in IN_MORE
+    return pytest.param(world, case, marks=() if quick else pytest.mark.more if in_more else pytest.mark.full)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def _in_half_precision(models: dict, schedule: str, distillation: str) -> dict[s
     }
 
 
-@pytest.mark.parametrize("distillation", [pytest.param("topk", marks=pytest.mark.ci), "topk_only"])
+@pytest.mark.parametrize("distillation", [pytest.param("topk", marks=pytest.mark.more), "topk_only"])
 @pytest.mark.parametrize("schedule", ["packed", "phased"])
 def test_bf16_misses_fp32_by_no_more_than_stock_does(ranks, models, schedule, distillation):
     for found in ranks(1, models)(_in_half_precision, schedule, distillation):
@@ -262,7 +262,7 @@ def _breaks(models: dict, kind: str, distillation: str) -> tuple[float, str]:
     return error, said
 
 
-@pytest.mark.parametrize("distillation", [pytest.param("topk", marks=pytest.mark.ci), "topk_only"])
+@pytest.mark.parametrize("distillation", [pytest.param("topk", marks=pytest.mark.more), "topk_only"])
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_wrong_row_of_the_teacher_is_far_off_and_the_self_check_sees_it(ranks, models, kind, distillation):
     for error, said in ranks(1, models)(_breaks, kind, distillation):
@@ -284,7 +284,7 @@ def _without_a_token(models: dict, distillation: str, kind: str) -> list[dict[st
 
 
 @pytest.mark.parametrize("kind", ["empty", "masked"])
-@pytest.mark.parametrize("distillation", [pytest.param("topk", marks=pytest.mark.ci), "topk_only", "k3"])
+@pytest.mark.parametrize("distillation", [pytest.param("topk", marks=pytest.mark.more), "topk_only", "k3"])
 def test_a_rank_without_a_token_that_counts_adds_nothing_to_a_sum(ranks, models, distillation, kind):
     for ours, stock in ranks(2, models)(_without_a_token, distillation, kind):
         assert "distillation/loss" in stock and "distillation/loss_min" in stock
@@ -304,7 +304,7 @@ def _padding_alone(models: dict, loss: str) -> dict[str, float]:
     return {name: x for name, x in _errors(ours, stock, means=False).items() if not name.endswith(("_min", "_max"))}
 
 
-@pytest.mark.parametrize("loss", ["topk", "topk_only", pytest.param("k3", marks=pytest.mark.ci), "bypass_mode"])
+@pytest.mark.parametrize("loss", ["topk", "topk_only", pytest.param("k3", marks=pytest.mark.more), "bypass_mode"])
 def test_a_micro_batch_of_padding_alone_adds_nothing_on_verls_own_path(ranks, models, loss):
     for errors in ranks(1, models)(_padding_alone, loss):
         assert max(errors.values()) <= TOLERANCE, errors

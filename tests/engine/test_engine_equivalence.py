@@ -212,7 +212,8 @@ ALIKE = (
     "tied_phased_sync_every_pass", "turns_in_pieces", "turns_lower_layer_trained", "turns_odd",
 )  # fmt: skip
 
-# On one rank in make test, on two in CI: other cases have two ranks of which some parameters train, or are offloaded.
+# On one rank in make test, on two in test-more: other cases have two ranks of which some parameters train, or are
+# offloaded.
 ONE = ("reshard_off", "offload_params_and_optimizer", "lora_phased", "sliding_window")
 
 CORRECTION = dict(loss_type="reinforce", rollout_is="sequence", rollout_rs="token_k2", rollout_rs_threshold="0.05")
@@ -876,8 +877,8 @@ def one_rank(models, ranks):
 WORLDS = {1: "1rank", 2: "2ranks"}
 
 
-def quick(world: int, other: pytest.MarkDecorator = pytest.mark.ci) -> list:
-    """Values of `results`: so many ranks in make test, the others in CI, or where `other` says."""
+def quick(world: int, other: pytest.MarkDecorator = pytest.mark.more) -> list:
+    """Values of `results`: so many ranks in make test, the others in test-more, or where `other` says."""
     return [pytest.param(n, marks=() if n == world else other, id=name) for n, name in WORLDS.items()]
 
 
@@ -909,7 +910,7 @@ def test_what_a_batch_reports_of_its_path_is_its_own_and_leaves_padding_out(one_
     assert one_rank(_paths_of_batches) == [[(True, 0.0), (False, 2.0), (False, 2.0)]]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_the_self_check_stays_within_the_budget_with_as_many_passes_on_every_rank(results):
     for found in results(_logits_of_many_rows):
         assert max(found) == 300 + 3, "whole rows run in stock's passes, one in each"
@@ -936,7 +937,7 @@ def test_tool_tokens_one_token_off_are_far_off(results):
         assert result["errors"]["grads"] > 100 * TOLERANCE
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize("results", quick(2, pytest.mark.full), indirect=True)  # one: test_recurrent_engine.py
 def test_measuring_and_self_check_compute_at_most_a_fifth_of_a_stock_update(results):
     for any_rates, measured in zip(results(_first_step, False), results(_first_step, True), strict=True):
@@ -970,7 +971,7 @@ def test_counts_and_seconds_are_those_of_a_step(results):
     ("agg_mode", "schedule"),
     [
         ("token-mean", "packed"), ("seq-mean-token-mean", "phased"), ("seq-mean-token-sum", "stock"),
-        pytest.param("seq-mean-token-sum-norm", "packed", marks=pytest.mark.ci),
+        pytest.param("seq-mean-token-sum-norm", "packed", marks=pytest.mark.more),
     ],
 )  # fmt: skip
 def test_a_padded_mini_batch_of_prompts_updates_as_stock_does_with_its_rows_alone(results, agg_mode, schedule):
@@ -1005,10 +1006,10 @@ def test_padding_of_a_mini_batch_of_prompts_changes_no_metric_of_the_loss(one_ra
             assert mean == pytest.approx(of_rows, rel=1e-5, abs=1e-7), name
 
 
-# One epoch of rows that stay; the others in CI.
+# One epoch of rows that stay; the others in test-more.
 @pytest.mark.parametrize(
     ("exchange", "epochs"),
-    [("off", 1), *(pytest.param(*one, marks=pytest.mark.ci) for one in (("auto", 1), ("auto", 3), ("off", 3)))],
+    [("off", 1), *(pytest.param(*one, marks=pytest.mark.more) for one in (("auto", 1), ("auto", 3), ("off", 3)))],
 )
 def test_torn_prompts_of_a_collapsed_policy_are_counted_in_every_epoch(results, exchange, epochs):
     for one in results(_split_of_equal_rows, exchange, epochs):
@@ -1148,9 +1149,9 @@ def test_every_loss_that_verl_has_is_among_those_tested():
     assert set(AGG_MODES) == set(re.findall(r'"((?:token|seq)-[a-z-]+)"', inspect.getsource(agg_loss)))
 
 
-@pytest.mark.parametrize("turns", [pytest.param(False, marks=pytest.mark.ci), True], ids=["one_prompt", "turns"])
-@pytest.mark.parametrize("schedule", [pytest.param("packed", marks=pytest.mark.ci), "phased"])
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("turns", [pytest.param(False, marks=pytest.mark.more), True], ids=["one_prompt", "turns"])
+@pytest.mark.parametrize("schedule", [pytest.param("packed", marks=pytest.mark.more), "phased"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.more)])
 @on_one
 def test_half_precision_misses_fp32_by_no_more_than_stock_does(results, dtype, schedule, turns):
     for result in results(_half, dtype, schedule, turns):
@@ -1165,7 +1166,7 @@ def test_outputs_of_empty_responses_have_the_form_of_the_others_in_bf16(results)
         assert not any(errors[name] for name in ("outputs", "metric names", "dtypes", "lens"))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.ci), "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.more), "bf16"])
 def test_a_gradient_that_waves_lose_which_no_log_prob_shows_stops_step_1(results, dtype):
     results(_loses_a_gradient, dtype)
 
@@ -1174,14 +1175,14 @@ def test_a_gradient_that_waves_lose_which_no_log_prob_shows_stops_step_1(results
     ("broken", "schedule"),
     [
         ("ancestor_left_out", "packed"),
-        pytest.param("gradients_of_shared_outputs_dropped", "phased", marks=pytest.mark.ci),
+        pytest.param("gradients_of_shared_outputs_dropped", "phased", marks=pytest.mark.more),
     ],
 )
 def test_broken_trees_stop_step_1(results, broken, schedule):
     results(_breaks_trees, broken, schedule)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.ci), "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.more), "bf16"])
 def test_every_rank_sees_that_the_self_check_misses_on_the_last_one(results, dtype):
     results(_wrong_on_the_last_rank, dtype)
 

@@ -304,7 +304,7 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
     torch.distributed.destroy_process_group()
 
 
-RANKS = [pytest.param(n, id=f"{n}ranks", marks=pytest.mark.ci if n == 2 else pytest.mark.full) for n in (1, 2, 4)]
+RANKS = [pytest.param(n, id=f"{n}ranks", marks=pytest.mark.more if n == 2 else pytest.mark.full) for n in (1, 2, 4)]
 
 
 @pytest.fixture(scope="module", params=RANKS)

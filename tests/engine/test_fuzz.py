@@ -2,8 +2,8 @@
 
     make fuzz BATCHES=1000 SEED=1
 
-draws so many (in make test 3, in CI 10, always the same; of deep trees, critics, replayed routers and other engines a
-third) and adds what it saw to outputs/fuzz.json, unless one failed. A failure is shrunk by hypothesis, which prints the
+draws so many (in make test 3, always the same; of deep trees, critics, replayed routers and other engines a third) and
+adds what it saw to outputs/fuzz.json, unless one failed. A failure is shrunk by hypothesis, which prints the
 case: keep it as an `@example` of the test. Not drawn: CUDA, several nodes, Qwen2.5-VL, whose stock attention verl
 patches for the whole process.
 """
@@ -66,7 +66,7 @@ def seen(request):
 
 
 @pytest.mark.parametrize(
-    "kind", ["trees", *(pytest.param(kind, marks=pytest.mark.ci) for kind in ("actor", "critic", "routes"))]
+    "kind", ["trees", *(pytest.param(kind, marks=pytest.mark.more) for kind in ("actor", "critic", "routes"))]
 )
 def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
     numbers = [1] * 6 + [2] * 3 + [4] if REPORT else [1, 2]
@@ -113,13 +113,13 @@ def _broken(models: dict, case: Case, name: str) -> dict[str, float]:
         return errors_of(models, case)[0]
 
 
-@pytest.mark.parametrize("ranks_of_case", [pytest.param(1, marks=pytest.mark.ci), 2])
+@pytest.mark.parametrize("ranks_of_case", [pytest.param(1, marks=pytest.mark.more), 2])
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        ("earlier_waves_dropped", "phased"), pytest.param("ancestor_left_out", "packed", marks=pytest.mark.ci),
-        pytest.param("gradients_of_keys_dropped_in_packed", "packed", marks=pytest.mark.ci),
-        pytest.param("gradients_of_shared_outputs_dropped", "phased", marks=pytest.mark.ci),
+        ("earlier_waves_dropped", "phased"), pytest.param("ancestor_left_out", "packed", marks=pytest.mark.more),
+        pytest.param("gradients_of_keys_dropped_in_packed", "packed", marks=pytest.mark.more),
+        pytest.param("gradients_of_shared_outputs_dropped", "phased", marks=pytest.mark.more),
     ],
 )  # fmt: skip
 def test_what_is_broken_on_purpose_is_seen(ranks, models, name, schedule, ranks_of_case):

@@ -97,7 +97,7 @@ def test_a_size_that_does_not_divide_a_model_is_refused_by_key_with_one_that_doe
             check_dealt(key, size, config)
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_sequence_parallelism_of_a_hybrid_has_a_plan(folder):
     write_tiny_model(folder / "odd", family="qwen3_5_text", linear_num_key_heads=1, linear_num_value_heads=3)
     loss = f"{ROLE}.actor.use_kl_loss=True"  # nobody builds a ref without it

@@ -13,7 +13,7 @@ ROWS = (
     Session("a", 20, ((4, 5, 8), (4, 6, 8), (3, 5, 9), (2, 4, 5)), True), Again(1, 1), Again(2, 2), Again(3, 0),
     Session("b", 9, ((2, 5, 4), (4, 3, 6), (0, 5, 3)), False), Again(1, 1),
 )  # fmt: skip
-RANKS = [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.ci)]
+RANKS = [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.more)]
 OPTIONS = {
     "plain": (("budget", 90),), "deep": (("budget", 110), ("schedule", "phased"), ("trees", "batch")),
     "offload": (("budget", 60), ("offload", True), ("gradient_checkpointing", True)),
@@ -35,7 +35,7 @@ def _broken(models: dict, case: Case, broken: Callable[[pytest.MonkeyPatch], Non
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.ci if x in ("checkpointed", "scattered") else ()) for x in OPTIONS]
+    "name", [pytest.param(x, marks=pytest.mark.more if x in ("checkpointed", "scattered") else ()) for x in OPTIONS]
 )
 def test_nested_passes_equal_stock(ranks, models, name, num_ranks):
     if name == "ulysses" and num_ranks == 1:
@@ -47,7 +47,7 @@ def test_nested_passes_equal_stock(ranks, models, name, num_ranks):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(x, marks=pytest.mark.ci) for x in ("qwen3_moe", "qwen3_vl", "qwen3_next")]
+    "family", [pytest.param(x, marks=pytest.mark.more) for x in ("qwen3_moe", "qwen3_vl", "qwen3_next")]
 )
 def test_nested_passes_of_other_families_equal_stock(ranks, models, family):
     case = Case(2, family, ROWS, 9, 0.0, 1, OPTIONS["plain"])
@@ -56,7 +56,7 @@ def test_nested_passes_of_other_families_equal_stock(ranks, models, family):
     assert all(max(errors.values()) <= TOLERANCE for errors, *_ in found), found
 
 
-@pytest.mark.parametrize("broken", [BROKEN[0], *(pytest.param(x, marks=pytest.mark.ci) for x in BROKEN[1:])])
+@pytest.mark.parametrize("broken", [BROKEN[0], *(pytest.param(x, marks=pytest.mark.more) for x in BROKEN[1:])])
 def test_broken_nesting_is_seen(ranks, models, broken):
     case = Case(2, "qwen3", ROWS, 9, 0.0, 1, OPTIONS["deep"])
     found = ranks(2, models)(_broken, case, broken)

@@ -50,7 +50,7 @@ CASES = {
     "padded_model_inputs": {"use_remove_padding": False, "schedule": "packed"},
 }
 # (ranks, ranks of a group) of sequence parallelism, and its cases, which two families run on all of them. Those of SOME
-# run in test, on four ranks and of TWINS in CI, the others in test-full.
+# run in test, on four ranks and of TWINS in test-more, the others in test-full.
 GROUPS = {"sp2": (2, 2), "sp4": (4, 4), "dp2_sp2": (4, 2)}
 SPREAD = {
     name: CASES[name] for name in
@@ -335,8 +335,9 @@ def _of(world: int) -> list[tuple[str, str]]:
     return [(family, case) for family in FAMILIES[False] for case in cases_of(family, world)]
 
 
-ALIKE = ("qwen3_next", "olmo_hybrid")  # have qwen3_5_text's rule, and are left to CI
-# Left to CI as well: qwen3_5_text has these options in phases; of its turns the states of others, test_trees.py theirs.
+ALIKE = ("qwen3_next", "olmo_hybrid")  # have qwen3_5_text's rule, and are left to test-more
+# Left to test-more as well: qwen3_5_text has these options in phases; of its turns the states of others, test_trees.py
+# theirs.
 HALVES = (
     ("qwen3_5_text", "lora_on_mixers"), ("qwen3_5_text", "turns"), ("lfm2", "turns_kept_phased"),
     ("granitemoehybrid", "turns_kept_phased"), ("qwen3_5_text", "offload_checkpointed"),
@@ -348,7 +349,7 @@ HALVES = (
 # The check of itself once by family; it runs as many stock passes on every rank.
 @pytest.mark.parametrize(
     ("family", "case"),
-    [pytest.param(*run, marks=pytest.mark.ci if run[0] in ALIKE or run in HALVES else ()) for run in _of(1)],
+    [pytest.param(*run, marks=pytest.mark.more if run[0] in ALIKE or run in HALVES else ()) for run in _of(1)],
 )
 def test_engine_computes_what_stock_computes_row_by_row(one_rank, family, case):
     _assert_equal(one_rank(_case, family, case, case == "packed"), _limits(one_rank, family, case))
@@ -356,7 +357,7 @@ def test_engine_computes_what_stock_computes_row_by_row(one_rank, family, case):
 
 @pytest.mark.parametrize(
     ("family", "case"),
-    [pytest.param(*run, marks=pytest.mark.ci) for run in _of(2)],
+    [pytest.param(*run, marks=pytest.mark.more) for run in _of(2)],
 )
 def test_engine_computes_what_stock_computes_row_by_row_on_two_ranks(one_rank, two_ranks, family, case):
     _assert_equal(two_ranks(_case, family, case, case == "packed"), _limits(one_rank, family, case))
@@ -375,7 +376,7 @@ def _marks(name: str, family: str, case: str) -> tuple | pytest.MarkDecorator:
     if (name, family, case) not in SOME:
         return pytest.mark.full
     twin = family in TWINS or (family, case) in (*HALVES, ("qwen3_next", "stock"))
-    return () if name == "sp2" and not twin else pytest.mark.ci
+    return () if name == "sp2" and not twin else pytest.mark.more
 
 
 @pytest.mark.parametrize(
@@ -403,7 +404,7 @@ def test_bf16_misses_fp32_by_no_more_than_stock_does(ranks, models, world, famil
         assert all(error <= 1.3 * found["stock"][key] for key, error in found["ours"].items()), found
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_stocks_path_is_stock_row_by_row_to_the_bit(ranks, models, world):
     for found in ranks(world, models)(_case, "qwen3_5_text", "gate_shut", False):
         assert max(found["errors"][name] for name in ("log_probs", "loss", "grad_norm", "grads", "params")) == 0
@@ -429,11 +430,13 @@ def test_verls_packed_rows_leak_and_our_stock_path_does_not(one_rank, family):
     assert max(leak.values()) <= TOLERANCE, leak
 
 
-# Two in CI: test_verify.py has them without an engine.
+# Two in test-more: test_verify.py has them without an engine.
 @pytest.mark.parametrize(
     "broken",
     [
-        pytest.param(x, marks=pytest.mark.ci if x in ("conv_tail_one_token_off", "gradients_dropped_in_packed") else ())
+        pytest.param(
+            x, marks=pytest.mark.more if x in ("conv_tail_one_token_off", "gradients_dropped_in_packed") else ()
+        )
         for x in BROKEN
     ],
 )
@@ -445,8 +448,8 @@ def test_broken_states_are_far_from_stock_and_seen_by_the_self_check(one_rank, b
 
 
 SEEN = {
-    "heads_in_wrong_order": pytest.mark.ci, "gradients_of_dealt_weights_too_small": (),
-    "states_of_another_ranks_heads": pytest.mark.ci,
+    "heads_in_wrong_order": pytest.mark.more, "gradients_of_dealt_weights_too_small": (),
+    "states_of_another_ranks_heads": pytest.mark.more,
 }  # fmt: skip
 
 
@@ -486,7 +489,7 @@ def test_self_check_passes_under_sequence_parallelism(ranks, models, one_rank, n
 
 
 @pytest.mark.parametrize(
-    ("budget", "longest"), [(30, 30), *(pytest.param(*one, marks=pytest.mark.ci) for one in ((400, 52), (5, None)))]
+    ("budget", "longest"), [(30, 30), *(pytest.param(*one, marks=pytest.mark.more) for one in ((400, 52), (5, None)))]
 )
 def test_self_check_takes_rows_that_one_rank_of_a_group_may_compute_alone(ranks, models, budget, longest):
     for seen in ranks(2, models)(_checked_rows, 2, budget):
@@ -496,7 +499,7 @@ def test_self_check_takes_rows_that_one_rank_of_a_group_may_compute_alone(ranks,
 @pytest.mark.parametrize(
     ("world", "family"),
     [
-        pytest.param(world, family, marks=pytest.mark.ci if world == 2 or family in ALIKE else ())
+        pytest.param(world, family, marks=pytest.mark.more if world == 2 or family in ALIKE else ())
         for world in (1, 2) for family, case in _of(world) if case == "packed"
     ],
 )  # fmt: skip
@@ -508,13 +511,13 @@ def test_self_check_passes_and_its_figures_are_those_of_recurrent_layers(ranks, 
         assert metrics["prefix/reuse_fraction"][0] > 0.3
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_a_batch_that_checks_itself_adds_its_gradients_to_those_before(ranks, models, one_rank, world):
     for seen, error in ranks(world, models)(_adds):
         assert seen == ["compare"] and error <= _limits(one_rank, "lfm2")["grads"]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_first_step_costs_at_most_a_fifth_of_stocks_update_from_64_rows_on(one_rank):
     (cost,) = one_rank(_first_step)
     print(f"the first step costs {cost:.3f} of stock's update")

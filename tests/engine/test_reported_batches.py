@@ -32,7 +32,7 @@ def path(tmp_path_factory):
 
 def _some(cases: dict, *quick: str) -> list:
     """Of which make test has these."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.ci) for case in cases]
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.more) for case in cases]
 
 
 NUMBERED = {

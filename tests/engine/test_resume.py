@@ -14,7 +14,7 @@ from whole_tensors import full
 
 from verl_prefix.testing import write_tiny_model
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.more
 ENGINES = {"fsdp2": {}, "prefix": {"schedule": "phased", "wave_tokens": 40, "verify": "off"}}
 SAVE = {"checkpoint": {"save_contents": ["model", "optimizer", "extra", "hf_model"]}}
 

@@ -160,7 +160,7 @@ CASES = {
     "ulysses_stock": VARLEN | {"schedule": "stock"},
 }  # fmt: skip
 QUICK = ("packed", "turns_tails_exchanged", "ulysses_phased_checkpointed")
-IN_CI = every_value(CASES, QUICK)
+IN_MORE = every_value(CASES, QUICK)
 SHARED = SharedModels(_engine)  # on ranks
 GATES = ("gate.weight", "router.weight")
 
@@ -238,7 +238,7 @@ def _worlds(cases: Iterable[str]) -> list:
     def marks(world: int, case: str) -> object:
         if world == 1 and "ulysses" in CASES[case]:
             return None
-        quick = () if case in QUICK else pytest.mark.ci if case in IN_CI else pytest.mark.full
+        quick = () if case in QUICK else pytest.mark.more if case in IN_MORE else pytest.mark.full
         return pytest.mark.full if world == 1 else quick
 
     found = [(world, case, marks(world, case)) for world in (2, 1) for case in cases]
@@ -380,7 +380,7 @@ def _wrong(models: dict, case: str, how: str) -> tuple[float, str]:
     return max(_relative(ours[name], x) for name, x in stock.items()), said
 
 
-@pytest.mark.parametrize("case", ["packed", pytest.param("phased", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("case", ["packed", pytest.param("phased", marks=pytest.mark.more)])
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_is_broken_on_purpose_is_seen(ranks, models, how, case):
     error, said = ranks(1, models)(_wrong, case, how)[0]
@@ -479,7 +479,7 @@ def _half(models: dict, case: str) -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("case", ["packed", "phased", "glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("case", ["packed", "phased", "glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.more)])
 def test_half_precision_misses_fp32_by_no_more_than_stock_does(ranks, models, case):
     found = ranks(1, models)(_half, case)[0]
     for name, error in found["ours"].items():

@@ -95,14 +95,14 @@ BESIDE = [
     "packed", "phased", "empty_responses", "auto_verified", "gate_shut", ("qwen3_vl", "scattered"),
     "turns_of_both_kinds_phased", "hsdp", "sdpa_stock_in_small_passes",
 ]  # fmt: skip
-# Of FEW, left to CI: their options are in other cases of make test.
+# Of FEW, left to test-more: their options are in other cases of make test.
 HALVES = [
     "gradient_checkpointing_phased", "tool_tokens_phased", "turns_of_both_kinds_phased", "phased", "auto_verified",
     "sdpa_stock_in_small_passes", "latent_attention_phased", ("qwen3_vl", "phased"),
     ("qwen3_5", "checkpointed"),
 ]  # fmt: skip
 OF_VISION = {(family, name): {"family": family} | VISION[name] for family in VISION_FAMILIES for name in VISION}
-IN_CI = every_value(CASES | OF_VISION, FEW)
+IN_MORE = every_value(CASES | OF_VISION, FEW)
 
 
 # What follows runs on ranks, which are given the models first; engines share what takes longest to build.
@@ -266,15 +266,15 @@ def results(models, stock, ranks):
     return run
 
 
-SOME = ["sp2", pytest.param("sp4", marks=pytest.mark.full), pytest.param("dp2_sp2", marks=pytest.mark.ci)]
+SOME = ["sp2", pytest.param("sp4", marks=pytest.mark.full), pytest.param("dp2_sp2", marks=pytest.mark.more)]
 
 
 def _mark(name: str, case: Case) -> tuple | pytest.MarkDecorator:
-    """make test has FEW but HALVES on two ranks; CI these, and each other option once, and on four ranks WIDE as one
-    group and BESIDE as two."""
+    """make test has FEW but HALVES on two ranks; test-more these, and each other option once, and on four ranks WIDE as
+    one group and BESIDE as two."""
     if name == "sp2" and case in FEW:
-        return pytest.mark.ci if case in HALVES else ()
-    return pytest.mark.ci if case in {"sp2": IN_CI, "sp4": WIDE, "dp2_sp2": BESIDE}[name] else pytest.mark.full
+        return pytest.mark.more if case in HALVES else ()
+    return pytest.mark.more if case in {"sp2": IN_MORE, "sp4": WIDE, "dp2_sp2": BESIDE}[name] else pytest.mark.full
 
 
 RUNS = [pytest.param(name, case, marks=_mark(name, case), id=f"{name}-{case}") for name in GROUPS for case in ALL]

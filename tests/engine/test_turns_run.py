@@ -64,7 +64,7 @@ def assert_weights(trace: Trace, weights: str, num_sessions: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "n", "prompts", "weights"),
     [
-        pytest.param(2, 2, 4, "rows", marks=pytest.mark.ci),
+        (2, 2, 4, "rows"),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (

@@ -165,7 +165,7 @@ def test_bf16_rounding_passes(seeds):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize(
-    "rows", [thinking_stripped, *(pytest.param(x, marks=pytest.mark.ci) for x in (thinking_kept, tree_search))]
+    "rows", [thinking_stripped, *(pytest.param(x, marks=pytest.mark.more) for x in (thinking_kept, tree_search))]
 )
 def test_rounding_of_trees_passes(rows, dtype, seeds):
     verdicts = [verdict(seed, dtype, rows=rows) for seed in range(seeds)]
@@ -199,7 +199,7 @@ def test_broken_nesting_is_caught_by_gradients_alone(broken, dtype):
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        pytest.param(family, dtype, marks=() if (family == "gpt-oss") == (dtype == torch.float16) else pytest.mark.ci)
+        pytest.param(family, dtype, marks=() if (family == "gpt-oss") == (dtype == torch.float16) else pytest.mark.more)
         for family in CONFIGS for dtype in (torch.float32, torch.float16)
     ],
     ids=str,
@@ -213,7 +213,7 @@ def test_rounding_passes_in_every_dtype_and_core(family, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(x, marks=pytest.mark.ci if x in ("qwen3-next", "olmo-hybrid") else ()) for x in RECURRENT],
+    [pytest.param(x, marks=pytest.mark.more if x in ("qwen3-next", "olmo-hybrid") else ()) for x in RECURRENT],
 )  # fmt: skip
 def test_rounding_passes_in_recurrent_models(family, dtype):
     found = verdict(0, dtype, family)

@@ -117,13 +117,13 @@ def results(ranks, tmp_path_factory):
     return ranks(2, models)
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_a_tinker_client_gets_stocks_losses_log_probs_gradients_and_step(results):
     for errors in results(_compare_tinker):
         assert max(errors.values()) <= TOLERANCE, errors
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_what_verls_tests_ask_of_an_engine_is_answered_as_by_stocks(results, family):
     for errors in results(_compare_asked, family):

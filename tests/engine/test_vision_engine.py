@@ -56,12 +56,12 @@ CASES = {
     "dead": DEAD | {"schedule": "packed", "dead": 2},
     "dead_rank_phased": DEAD | {"schedule": "phased", "dead": ("video", "both", "other text", "one")},
 }
-# Whose options test_engine_equivalence.py has with text, or test_frozen.py of one process: left to CI.
+# Whose options test_engine_equivalence.py has with text, or test_frozen.py of one process: left to test-more.
 AS_WITH_TEXT = (
     "phased_row_by_row", "small_budget", "groups_cut", "offload", "lora_on_text", "padded", "turns",
     "text_alone_sync_every_pass", "turns_scattered", "tower_and_upper_layer", "gate_open", "text_rank", "tower_alone",
 )  # fmt: skip
-# On one rank in make test, on two in CI, as is every family but one: nothing there differs between ranks.
+# On one rank in make test, on two in test-more, as is every family but one: nothing there differs between ranks.
 ALONE = ("checkpointed", "frozen_tower", "turns_phased", "text_alone")
 # What a model of experts or of recurrent layers adds. Other engine cases of it are in test_recurrent_engine.
 FEW = (
@@ -209,7 +209,7 @@ def results(request, paths, ranks):
 
 def _cases(*names: str) -> pytest.MarkDecorator:
     """Of every family, all or these; make test has those of one family, and of the others what differs most: towers of
-    GLM's and experts are in models/test_vision.py. CI has every sixth case of the others on two ranks, which are
+    GLM's and experts are in models/test_vision.py. test-more has every sixth case of the others on two ranks, which are
     not the next two families'."""
     quick = {(1, "qwen3_5", "phased")}
     quick |= {(1 if case in ALONE else 2, "qwen3_vl", case) for case in CASES if case not in AS_WITH_TEXT}
@@ -217,7 +217,7 @@ def _cases(*names: str) -> pytest.MarkDecorator:
     def marks(one: tuple[int, str, str]) -> tuple | pytest.MarkDecorator:
         world, family, case = one
         number = [*FAMILIES].index(family) + [*FAMILIES[family]].index(case)
-        return () if one in quick else pytest.mark.ci if world == 2 and number % 6 == 1 else pytest.mark.full
+        return () if one in quick else pytest.mark.more if world == 2 and number % 6 == 1 else pytest.mark.full
 
     every = [(world, family, case) for world in WORLDS for family in FAMILIES for case in FAMILIES[family]]
     params = [
@@ -234,7 +234,7 @@ def test_engine_computes_what_the_stock_engine_computes(results, family, case):
         assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
 
 
-ONE_FAMILY = [x if x == "qwen3_vl" else pytest.param(x, marks=pytest.mark.ci) for x in FAMILIES]
+ONE_FAMILY = [x if x == "qwen3_vl" else pytest.param(x, marks=pytest.mark.more) for x in FAMILIES]
 
 
 @pytest.mark.parametrize("family", ONE_FAMILY)
@@ -244,7 +244,7 @@ def test_bf16_misses_fp32_by_no_more_than_stock_does(ranks, paths, family):
         assert ours[name] <= 1.3 * stock[name], name
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize("schedule", [pytest.param("packed", marks=pytest.mark.full), "phased"])
 def test_image_tokens_that_a_model_samples_are_text_and_are_left_out_of_the_self_check(results, schedule):
     """Of `image` and `text` two rows are such on rank 0, on rank 1 none."""
@@ -283,7 +283,7 @@ def test_tower_sees_a_groups_pixels_once(results, family, case):
         assert counts["ours"][1]["backwards"] == (0 if case == "frozen_tower" else 1)
 
 
-@pytest.mark.parametrize("results", [1, pytest.param(2, marks=pytest.mark.ci)], ids=WORLDS.values(), indirect=True)
+@pytest.mark.parametrize("results", [1, pytest.param(2, marks=pytest.mark.more)], ids=WORLDS.values(), indirect=True)
 @pytest.mark.parametrize("family", ONE_FAMILY)
 def test_tower_sees_an_image_of_several_turns_once(results, family):
     """Of each uid its question's 32 patches, and in two sessions those of two more turns, 16 and 32."""
@@ -337,7 +337,7 @@ def test_layers_go_through_our_attention_where_verl_replaced_theirs(results, fam
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(x, marks=pytest.mark.full if i else pytest.mark.ci) for i, x in enumerate(UNPATCHED)]
+    "family", [pytest.param(x, marks=pytest.mark.full if i else pytest.mark.more) for i, x in enumerate(UNPATCHED)]
 )
 def test_verls_own_path_pads_rows_where_it_leaves_the_model_to_transformers(ranks, paths, family):
     for result in ranks(2, paths)(_attention_that_verl_replaced, family, ("schedule", "stock")):

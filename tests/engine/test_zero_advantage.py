@@ -56,7 +56,7 @@ CASES = {
 PACKED = {"schedule": "packed", "entropy_coeff": 0.0, "verify": "off", "skip_zero_advantage": True}
 QUICK = ("rows_of_live_groups", "all_dead_phased_exchanged", "turns_rows")
 # Every loss is in test_engine_equivalence.py.
-IN_CI = every_value({name: CASES[name] for name in CASES if name[:5] != "loss_" or name == "loss_gspo"}, QUICK)
+IN_MORE = every_value({name: CASES[name] for name in CASES if name[:5] != "loss_" or name == "loss_gspo"}, QUICK)
 SHARED = SharedModels(_engine)  # on ranks
 
 
@@ -121,7 +121,7 @@ def models(tmp_path_factory):
 
 
 def _world(world: int, case: str) -> object:
-    marks = () if case in QUICK else pytest.mark.ci if case in IN_CI else pytest.mark.full
+    marks = () if case in QUICK else pytest.mark.more if case in IN_MORE else pytest.mark.full
     marks = pytest.mark.full if world == 1 else marks
     return pytest.param(world, case, marks=marks, id=f"{world}-{case}")
 
@@ -175,7 +175,7 @@ def _wrong(models: dict, kind: str) -> tuple[float, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(x, marks=pytest.mark.ci) for x in ("dro", "a live group")), "a row of the last rank"]
+    "kind", [*(pytest.param(x, marks=pytest.mark.more) for x in ("dro", "a live group")), "a row of the last rank"]
 )
 def test_rows_with_a_gradient_that_are_left_out_are_far_off_and_every_rank_sees_it(ranks, models, kind):
     for error, (raised, after) in ranks(2, models)(_wrong, kind):
@@ -275,7 +275,7 @@ def _nothing_to_compute(models: dict, empty: str) -> tuple[list[float], list[flo
     return output["loss"], output["metrics"]["prefix/nonfinite_passes"]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_a_mean_of_no_token_is_no_pass_that_is_not_finite(ranks, models):
     (((loss,), not_finite),) = ranks(1, models)(_nothing_to_compute, EVERYONE)
     assert loss != loss and not_finite == [0.0], "as stock's"

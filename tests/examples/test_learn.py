@@ -50,7 +50,7 @@ def steps_of(
     return steps
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_worlds_share_no_name_and_sft_is_taught_bare_answers(learn: ModuleType, tmp_path: Path) -> None:
     learn.make_data(tmp_path)
     names = {}

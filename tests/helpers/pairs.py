@@ -1,4 +1,4 @@
-"""Cases of several settings, of which CI runs as many as show every pair of values, or every value."""
+"""Cases of several settings, of which as many run as show every pair of values, or every value."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

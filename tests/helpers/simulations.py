@@ -23,7 +23,7 @@ H100 = GPUS["h100"]
 
 
 def two_of_8(*values: tuple[object, object]) -> list:
-    """What three settings of two values make; CI has two that have every value of each."""
+    """What three settings of two values make; test-more has two that have every value of each."""
     return [
         pytest.param(*one, marks=pytest.mark.full if len({*map(tuple.index, values, one)}) == 2 else ())
         for one in itertools.product(*values)

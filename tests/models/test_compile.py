@@ -8,7 +8,7 @@ from families import build
 from runners import random_rollouts, run_shared, run_stock
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize("family", ["llama3", "granite4-h"])
 def test_compiled_layers_compute_the_same_and_are_compiled_once(family):
     torch._dynamo.reset()

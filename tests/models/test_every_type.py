@@ -62,7 +62,7 @@ def test_fields_that_a_model_does_not_have_do_not_count():
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.ci) for name in CAUSAL]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.more) for name in CAUSAL]
 )
 def test_a_type_with_a_causal_language_model_equals_hf_or_is_refused(name, float64_inside):  # noqa: F811
     default = default_config(name)

@@ -40,8 +40,8 @@ from verl_prefix.models.support import check_dropout, check_supported
 # Prefixes of 22, 40, 6 and 0 tokens: windows below are shorter than all of a prefix, longer, or end inside a suffix.
 SHAPE = [(23, [9, 17, 5]), (41, [3, 1, 11]), (7, [13, 4]), (1, [6, 30])]
 RECURRENT = [name for name, (*_, core) in FAMILIES.items() if "states" in core]
-# Left to CI: what these have, others have here by themselves: sizes of heads, windows, experts, Mamba-2, biases, norms,
-# the delta rule; or test_kernels.py (scaled scores, one key head) and the engine's cases (tied embeddings).
+# Left to test-more: what these have, others have here by themselves: sizes of heads, windows, experts, Mamba-2, biases,
+# norms, the delta rule; or test_kernels.py (scaled scores, one key head) and the engine's cases (tied embeddings).
 TWINS = (
     "smollm2", "qwen2.5", "mistral-window-8", "mistral-window-300", "mistral-mqa", "deepseek-v3-yarn", "head-dim-96",
     "qwen3-next", "olmo-hybrid", "qwen2-window-7", "phi3-window-9", "mixtral", "glm4-moe-lite", "head-dim-64",
@@ -91,7 +91,7 @@ def table():
 
 
 def marked(names: Iterable[str]) -> list:
-    marks = dict.fromkeys(TWINS, pytest.mark.ci) | dict.fromkeys(WITH_EXPERTS, pytest.mark.full)
+    marks = dict.fromkeys(TWINS, pytest.mark.more) | dict.fromkeys(WITH_EXPERTS, pytest.mark.full)
     return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
@@ -263,13 +263,16 @@ def test_broken_states_are_far_off(family, broken, schedule, monkeypatch):
     assert max(errors(ours, truth).values()) > 100 * 5e-6
 
 
-# Of short convolutions one way in make test, of Mamba-2 the other.
+# Of short convolutions one way in make test, of Mamba-2 the other; test-more has these.
+OTHER_WAYS = ("lfm2", False), ("granite4-h", True)
+
+
 @pytest.mark.parametrize(
     ("family", "reentrant"),
     [
         pytest.param(
             *one.values, reentrant, id=f"{one.values[0]}-{'reentrant' * reentrant}",
-            marks=pytest.mark.ci if (*one.values, reentrant) in (("lfm2", False), ("granite4-h", True)) else one.marks,
+            marks=pytest.mark.more if (*one.values, reentrant) in OTHER_WAYS else one.marks,
         )
         for one in marked(RECURRENT) for reentrant in (False, True)
     ],

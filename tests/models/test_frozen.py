@@ -104,7 +104,7 @@ def _marked(*run: object) -> Any:
     """A family, a schedule and what is trained. Of others than qwen3 make test has phases, without the host or the API
     in between, in which a layer alone is trained, or all above it."""
     alone = run[0] == "qwen3" or (run[1] == "phased" and run[2] in ("upper_layers", "lower_layer", [1]))
-    return pytest.param(*run, marks=() if alone else pytest.mark.ci)
+    return pytest.param(*run, marks=() if alone else pytest.mark.more)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_adapters_on_some_layers(family, schedule, layers, float64_inside):  # n
 
 @pytest.mark.parametrize(
     "pattern",
-    [pytest.param(x, marks=pytest.mark.ci if x in ("tower", "tower_and_lm_head") else ()) for x in TOWER_PATTERNS],
+    [pytest.param(x, marks=pytest.mark.more if x in ("tower", "tower_and_lm_head") else ()) for x in TOWER_PATTERNS],
 )
 @pytest.mark.parametrize(
     ("family", "checkpointed"),
     [
         # test_vision_engine.py trains the same parts of Qwen2.5-VL.
         pytest.param("qwen2_5_vl", False, marks=pytest.mark.full), ("qwen3_vl", False),
-        pytest.param("qwen3_vl", True, marks=pytest.mark.ci), pytest.param("qwen3_5", False, marks=pytest.mark.ci),
+        pytest.param("qwen3_vl", True, marks=pytest.mark.more), pytest.param("qwen3_5", False, marks=pytest.mark.more),
     ],
 )  # fmt: skip
 def test_vision_models(family, checkpointed, pattern, paths, float64_inside):  # noqa: F811

@@ -27,7 +27,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(x, marks=pytest.mark.ci if x == "qwen3_5_moe" else ()) for x in FAMILIES]
+    "family", [pytest.param(x, marks=pytest.mark.more if x == "qwen3_5_moe" else ()) for x in FAMILIES]
 )
 def test_equals_the_models_own_forward(family, paths, float64_inside):  # noqa: F811
     case = Case(paths[family])
@@ -114,7 +114,7 @@ WHOLE = ("qwen3_vl", "qwen3_5")
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES)
-@pytest.mark.parametrize("family", [x if x in WHOLE else pytest.param(x, marks=pytest.mark.ci) for x in FAMILIES])
+@pytest.mark.parametrize("family", [x if x in WHOLE else pytest.param(x, marks=pytest.mark.more) for x in FAMILIES])
 def test_broken_on_purpose_is_far_off(family, sabotage, paths, monkeypatch):  # noqa: F811
     if sabotage is deepstack_dropped and "qwen3_vl" not in family:
         return

@@ -259,7 +259,7 @@ WARNS = "eval(compile('import warnings; warnings.warn(\"engine is not available\
 
 @pytest.mark.parametrize(
     "inner",
-    [WARNS % "verl.workers.engine", pytest.param("import verl.workers.engine", marks=pytest.mark.ci)],
+    [WARNS % "verl.workers.engine", pytest.param("import verl.workers.engine", marks=pytest.mark.more)],
     ids=["MOCK", "verl"],
 )
 def test_verls_missing_engines_are_no_news_in_a_rank(python: str, inner: str) -> None:

@@ -16,7 +16,7 @@ DEFECTS = PAGE.read_text().split("## Found")[1]
 FOUND = re.findall(r"\*\*(.+?)\*\*.*?```python\n(.+?)```\n\n```text\n(.+?)```", DEFECTS, re.S)
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_the_plugin_of_the_extension_guide_is_loaded_and_registers_its_engine(tmp_path):
     (points,) = re.findall(r"```toml\n\[project.entry-points.\"(.+?)\"\]\n(.+?)\n```", PAGE.read_text(), re.S)
     (module,) = re.findall(r"```text\n(# my_package/plugin.py\n.+?)```", PAGE.read_text(), re.S)

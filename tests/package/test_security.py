@@ -116,7 +116,7 @@ def listen(rank, folder):
     torch.distributed.barrier()
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_ranks_of_ab_listen_on_this_machine_alone(monkeypatch, tmp_path):
     """By default gloo takes the address of the host's name, which others reach on most machines."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -157,7 +157,7 @@ print(len(names), "modules")
 @pytest.mark.parametrize(
     "probe",
     [
-        pytest.param(False, id="all modules", marks=pytest.mark.ci),
+        pytest.param(False, id="all modules", marks=pytest.mark.more),
         pytest.param(True, id="the check sees a connection"),
     ],
 )

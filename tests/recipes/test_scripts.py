@@ -365,9 +365,9 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pat
 @pytest.mark.parametrize(
     ("script", "name"),
     [
-        pytest.param(MUSIQUE, "Qwen3-8B", marks=pytest.mark.ci),
-        pytest.param(MUSIQUE, "Llama-3-8B", marks=pytest.mark.ci),
-        pytest.param(VIDEO, "Qwen2.5-VL-7B", marks=pytest.mark.ci),
+        pytest.param(MUSIQUE, "Qwen3-8B", marks=pytest.mark.more),
+        pytest.param(MUSIQUE, "Llama-3-8B", marks=pytest.mark.more),
+        pytest.param(VIDEO, "Qwen2.5-VL-7B", marks=pytest.mark.more),
     ],
 )
 def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_file, script, name):
@@ -387,7 +387,7 @@ def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_f
     assert 1.5 < stock["tokens"]["ratio"] <= found["tokens"]["ratio"]  # several mini-batches
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_readme_quotes_the_verdict_of_this_recipe(tmp_path, folder_of, capsys):
     """On a machine without its data: `--prompt-lengths 2400`."""
     words = launched(MUSIQUE, tmp_path, MODEL_ENGINE="dp", MODEL_PATH=str(folder_of("Qwen3-8B")))
@@ -706,7 +706,7 @@ MEGATRON = {
 EVERY = SCRIPTS | VEOMNI | MEGATRON
 VEOMNI_KEY = "actor_rollout_ref.actor.veomni"
 
-# On VeOmni and Megatron, of text, and of pictures; the others are left to CI.
+# On VeOmni and Megatron, of text, and of pictures; the others are left to test-more.
 TELLING = (
     "on_policy_distillation_trainer/run_qwen3_8b_megatron",
     "on_policy_distillation_trainer/run_qwen3_8b_fsdp",
@@ -725,7 +725,7 @@ ALIKE = (
 
 
 def _marks(script: str) -> tuple | pytest.MarkDecorator:
-    return () if script in TELLING else pytest.mark.full if script in ALIKE else pytest.mark.ci
+    return () if script in TELLING else pytest.mark.full if script in ALIKE else pytest.mark.more
 
 
 PAGE = (RECIPES.parent / "examples" / "results" / "verl_scripts.md").read_text().splitlines()

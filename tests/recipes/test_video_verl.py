@@ -24,7 +24,7 @@ def recipe(script: str, *args: object) -> None:
     subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=300, env=environment)
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize(("max_frames", "frames"), [(16, 10), (6, 6)])
 def test_verl_decodes_every_row_at_the_rate_and_size_that_it_carries(tmp_path, max_frames, frames):
     recipe("make_clips.py", "--output", tmp_path, "--clips", 2, "--stills", 1, "--size", 96)

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. .venv/bin/python tests/studies/lines.py examples/results/lines_cpu.json
 
-The tests are those of make test, and those that it leaves to CI.
+The tests are those of make test-more.
 """
 
 import json

@@ -98,7 +98,7 @@ def replay(spawn) -> Callable[..., SimpleNamespace]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(4, marks=pytest.mark.ci), pytest.param(10, marks=pytest.mark.full)],
+    params=[4, pytest.param(10, marks=pytest.mark.full)],
     ids=["4steps", "10steps"],
 )
 def num_steps(request) -> int:
@@ -211,7 +211,7 @@ def _record_turns(rank: int, folder: Path, model: str, trees: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize(("ranks", "trees"), [(1, "off"), (2, "uid")])
 def test_turns_of_odd_sessions_replay_within_the_tolerances(tmp_path, replay, spawn, monkeypatch, ranks, trees):
     """A lost session, one of one turn, an empty response, two equal ones, and padding; of 24 rows 20 are none. They
@@ -250,7 +250,7 @@ def _record_routes(rank: int, folder: Path, model: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_routes_of_experts_replay_in_all_arms(tmp_path, replay, spawn, monkeypatch):
     monkeypatch.setattr(ab, "draw", lambda *_: False)
     model = write_tiny_model(tmp_path / "model", family="qwen3_moe")
@@ -506,7 +506,6 @@ def test_bad_words_are_one_line_exit_code_2_and_no_report(words, says, tmp_path,
 
 
 @pytest.mark.ray
-@pytest.mark.ci
 def test_stock_takes_recurrent_rows_one_by_one_and_the_report_says_so(tmp_path, replay, monkeypatch):
     made = source.synthetic_manifest
     monkeypatch.setattr(source, "synthetic_manifest", lambda shape: made(shape) | {"stock_row_by_row": False})

@@ -297,7 +297,7 @@ def test_every_grid_row_can_be_asked_for() -> None:
     assert Options((SIZE, Size(1, 2, 3), SIZE), device="cpu").sizes == (SIZE, Size(1, 2, 3))
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_a_fresh_process_measures_memory() -> None:
     options = Options((SIZE,), shape="tiny", device="cpu", threads=1)
     small, large = (

@@ -86,7 +86,7 @@ logging.warning("of logging")
 """
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_warnings_of_others_come_behind_the_findings(run_doctor, fresh, tmp_path):
     """Of a package that a check in the middle imports; stdout and stderr are one file, as on a terminal."""
     (tmp_path / "trl").mkdir()
@@ -126,7 +126,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 """
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_a_plugin_that_needs_the_cpu_platform_before_it_is_there_is_named(run_doctor, tmp_path):
     """verl loads plugins in the order of sys.path, and says nothing of one that fails."""
     installed = tmp_path / "another-0.1.dist-info"

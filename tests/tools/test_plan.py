@@ -385,7 +385,7 @@ def test_a_launcher_may_have_an_option_that_begins_as_hydras(capsys, monkeypatch
     "text",
     [
         f"(while :; do nvidia-smi >> gpu; sleep 9; done) &\n{RUN} a=1 > log &",
-        pytest.param(f"for i in 1 2; do (while :; do :; done) & done\n{RUN} a=1", marks=pytest.mark.ci),
+        pytest.param(f"for i in 1 2; do (while :; do :; done) & done\n{RUN} a=1", marks=pytest.mark.more),
     ],
 )
 def test_no_loop_of_a_script_goes_on_behind_it(tmp_path, monkeypatch, text):
@@ -681,7 +681,7 @@ def test_sharing_is_worth_it_where_auto_shares(folder):
         (f"{PREFIX}.schedule=stock", f"{PREFIX}.schedule=auto"),
         pytest.param(
             f"{PREFIX}.schedule=packed actor_rollout_ref.actor.ppo_max_token_len_per_gpu=175",
-            f"{PREFIX}.schedule=auto", marks=pytest.mark.ci,
+            f"{PREFIX}.schedule=auto", marks=pytest.mark.more,
         ),
         ("", None),
     ],
@@ -740,7 +740,7 @@ def test_one_response_has_one_verdict_and_no_advice_to_sample_more(folder, capsy
     assert build(folder, f"{ROLLOUT}.n=1", f"{PREFIX}.trees=batch")["verdict"].startswith("Worth it: ")
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_what_tears_prompts_apart_is_priced_and_what_keeps_them_is_told(folder, capsys):
     """Eight prompts of four rows: over two ranks, and over two mini-batches."""
     sync, off = "trainer.v1.trainer_mode=sync", "actor_rollout_ref.actor.prefix.exchange=off"
@@ -774,7 +774,7 @@ ASYNC = {
 }
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize("module", ASYNC)
 def test_an_asynchronous_command_is_planned_in_its_own_config_by_the_trainers_update(
     folder, tmp_path, capsys, monkeypatch, module
@@ -1101,7 +1101,7 @@ def test_nobody_is_told_that_grpo_has_no_critic(folder, recwarn):
     assert not [found for found in recwarn if "critic" in str(found.message)]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_what_mini_batches_that_count_rows_cost_is_told(folder):
     turns = options.Turns(turns=4, thinking=12, say=5, tool=9)
 
@@ -1283,7 +1283,7 @@ assert code in (1, 2) and not slow, (code, slow)
         ("actor_rollout_ref.model.path=/none", "model.path=/none cannot be read here (nothing is there)"),
         pytest.param(
             "actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read here",
-            marks=pytest.mark.ci,
+            marks=pytest.mark.more,
         ),
     ],
 )  # fmt: skip
@@ -1339,7 +1339,7 @@ sys.exit(cli.main(json.loads(sys.stdin.read())))
 """
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_a_hub_that_cannot_be_reached_is_asked_once(folder):
     """Of a port where nothing listens, which Hugging Face's own client asks six times per file."""
     words = ["plan", "--prompt-lengths", "9", *overrides(folder, "actor_rollout_ref.model.path=some/model")]
@@ -1369,7 +1369,7 @@ def test_warnings_stand_behind_the_answer(folder, monkeypatch, capfd):
     assert told[-1] == "verl's own print"
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
     """Every clip and still of the recipe is 40 x 40 pixels in the end: the tokens can be counted by hand."""
     pytest.importorskip("qwen_vl_utils")
@@ -1435,7 +1435,7 @@ def test_a_leak_of_verls_own_path_is_said_and_priced(folder, tmp_path):
     assert found["added_gib"]["packed"] == padded["added_gib"]["packed"]
 
 
-@pytest.mark.parametrize(("num_turns", "prompts"), [pytest.param(1, 768, marks=pytest.mark.ci), (3, 256)])
+@pytest.mark.parametrize(("num_turns", "prompts"), [pytest.param(1, 768, marks=pytest.mark.more), (3, 256)])
 def test_a_part_of_a_large_step_is_priced_without_padding(num_turns, prompts):
     """1024 prompts x 5 in mini-batches of 256 prompts: 4,000 rows would be filled up with 1,120 of padding."""
     size = Sizes(1024, 5, mini_batches=4, ranks=8, micro_batches={})

@@ -145,7 +145,7 @@ def update_on_cpu(job: Job, arm: Arm, fake: bool) -> tuple[float, dict, dict]:
     ("name", "checkpointing", "dtype", "kind"),
     [("stock", False, torch.float32, ""), ("packed", True, torch.bfloat16, ""),
      ("phased", False, torch.float32, "search"),
-     *(pytest.param(*case, marks=pytest.mark.ci) for case in (
+     *(pytest.param(*case, marks=pytest.mark.more) for case in (
          ("packed", True, torch.float32, "search"), ("phased", True, torch.float32, "turns"),
          ("phased", False, torch.bfloat16, ""), ("phased", True, torch.float32, ""),
          ("packed", True, torch.bfloat16, "qwen2_5_vl"), ("stock", False, torch.float32, "qwen3_vl"),
@@ -187,7 +187,7 @@ def products(num_keys: int) -> tuple[int, int]:
     return forward, counter.get_total_flops()
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["stock", "packed", "phased"])
 def test_attention_counts_what_real_products_of_queries_with_their_keys_do(elsewhere, name):
     """Each computed token, of ours all but a row's last, against the keys that it sees, in torch's counter; a flash
@@ -212,7 +212,7 @@ def offloaded(fake: bool) -> Counter[str]:
     return simulation.transfers
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_what_is_offloaded_is_what_a_real_run_offloads(elsewhere):
     real, fake = elsewhere(offloaded, False), elsewhere(offloaded, True)
     assert real["offloaded_bytes"] > 1 << 20
@@ -229,7 +229,7 @@ def copies() -> tuple[dict, dict]:
     )
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_copies_of_the_parameters_sum_their_shards_gradients(elsewhere):
     """HSDP: what a copy's ranks gather and scatter stays as it is; a rank's share of the gradients goes to the copies,
     over the network between nodes."""
@@ -302,7 +302,7 @@ def moved(phases: dict, pins: dict[str, tuple]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [x if x == "packed" else pytest.param(x, marks=pytest.mark.ci) for x in PINNED])
+@pytest.mark.parametrize("name", [x if x == "packed" else pytest.param(x, marks=pytest.mark.more) for x in PINNED])
 def test_an_8b_model_s_layers_take_what_they_took(elsewhere, name):
     assert moved(elsewhere(simulated, name), PINNED[name]) == set()
 
@@ -312,7 +312,7 @@ def test_an_8b_model_s_layers_take_what_they_took(elsewhere, name):
     [
         ("packed", "logits are not chunked", "log_probs/packed", "6.206 GiB"),
         pytest.param(
-            "phased+offload", "the grad cache outlives phase C", "optimizer", "4.728 GiB", marks=pytest.mark.ci
+            "phased+offload", "the grad cache outlives phase C", "optimizer", "4.728 GiB", marks=pytest.mark.more
         ),
         ("packed", "a layer reads a value", "packed", "syncs"),
     ],
@@ -334,7 +334,7 @@ def long_prompt(arms: list[Arm], budget: int = 12289, checkpointing: bool = True
     return [(one["update_seconds"], one["peak_gib"], one["flops"]) for one in found]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("checkpointing", "speedup", "share"), [(True, 3.26, 0.9), (False, 2.0, 0.41)],
     ids=["checkpointed", "activations_kept"],
@@ -346,7 +346,7 @@ def test_offload_needs_less_memory_than_stock_row_by_row(elsewhere, checkpointin
     assert stock_seconds / seconds >= speedup and ours <= share * stock
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_packed_is_as_much_faster_as_it_computes_less(elsewhere):
     """Passes of two rows: 0.96 of the FLOP ratio. It was 0.97 before empty blocks of the causal call's grid took time;
     stock's rows of one length have none."""
@@ -365,7 +365,7 @@ def tied_peaks() -> list[float]:
     return [one["packed"]["peak"] for one in phases]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_smaller_models_tell_the_peak_of_a_tied_one(elsewhere):
     """Two layers have less gathered at their peak than any more, and told 8 % too much."""
     told, seen = elsewhere(tied_peaks)
@@ -393,7 +393,7 @@ def deep_peaks() -> dict[str, tuple[float, float, float]]:
     return {name: (told[name]["peak"], seen[name]["peak"], line(name)) for name in names}
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_smaller_models_tell_a_peak_that_is_in_another_layer_than_theirs(elsewhere):
     """Theirs are where the embedding gets its gradient, and those of many layers where all wait for their backward."""
     found = elsewhere(deep_peaks)
@@ -419,7 +419,7 @@ def head_tokens(chunk: int | None = None, entropy: bool = False) -> dict[str, fl
     return found
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_all_logits_of_a_pass_exist_where_there_is_room(elsewhere):
     """As in the engine. Otherwise those of the first 6000 - 4096 tokens are computed twice."""
     at_once, in_chunks = 3 * 6000, 3 * 6000 + 6000 - 4096
@@ -444,7 +444,7 @@ def linear_flops(config: PretrainedConfig, lora: dict | None) -> tuple[float, fl
     return phases["log_probs/packed"]["flops/linear"], linear, phases["optimizer"]["peak/optimizer"] / GIB
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_experts_and_adapters_count_what_runs(elsewhere):
     """Experts that a token meets, in the grouped matmul; adapters beside frozen weights, which have no moments.
     Depths 3 and 4 stand for 5."""
@@ -472,7 +472,7 @@ def tower_flops(kind: str, names: list[str], freeze: bool = False) -> dict[str, 
     return {name: n - found[1][name] for name, n in found[0].items()}
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_stock_runs_the_tower_for_every_row_and_a_wave_runs_none(elsewhere):
     found = elsewhere(tower_flops, "qwen2_5_vl", ["stock", "packed", "phased"])
     # One block sees 12 x 20 patches, the other windows of 12 x 12 and 12 x 8; 64 numbers per query and key.
@@ -494,7 +494,7 @@ def trained(kind: str, freeze: bool) -> tuple[int, float, float, float]:
     return parameters, of["peak/gradients"], of["peak/optimizer"], phases["packed"]["peak/activations"]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_a_frozen_tower_has_no_gradients_moments_or_activations(elsewhere):
     parameters, *free = elsewhere(trained, "qwen3_vl", False)
     _, *frozen = elsewhere(trained, "qwen3_vl", True)
@@ -513,7 +513,7 @@ def depths(kind: str, layers: int, depth: int) -> list[dict]:
     return [as_json(run(job, [ARMS["packed"]], H100, False)[0])["phases"] for run in runs]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_two_depths_of_text_and_tower_stand_for_the_whole(elsewhere):
     smaller, times = simulator._depths(seeing("qwen3_vl", 5, 5))
     sizes = [(small.text_config.num_hidden_layers, small.vision_config.depth) for small in smaller]
@@ -535,7 +535,7 @@ def test_a_tower_of_two_kinds_of_blocks_has_two_smaller_ones():
     assert [(tower.depth, tower.fullatt_block_indexes) for tower in towers] == [(7, [0, 2, 4, 6]), (8, [1, 3, 5, 7])]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_plan_simulates_a_command_and_says_that_nothing_fits(elsewhere, tmp_path):
     """What fits: test_simulate_recurrent.py."""
     words = [*training_command(tmp_path), "actor_rollout_ref.model.enable_gradient_checkpointing=false"]
@@ -565,7 +565,7 @@ def test_plan_simulates_a_command_and_says_that_nothing_fits(elsewhere, tmp_path
     assert seconds == sorted(seconds)
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_plan_simulates_rows_of_turns(elsewhere, tmp_path):
     """The rows of the costliest rank: four prompts of four sessions of three turns, half of what two ranks have."""
     turns = ["--simulate", "--turns", "3", "--thinking", "20", "--say", "8", "--tool", "16"]
@@ -604,7 +604,7 @@ def syncs(kind: str, layers: int) -> list[dict[str, float]]:
     return without_step(job, [Arm("packed"), Arm("phased"), Arm("phased", offload=True)], "host_syncs")
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize(("kind", "layers"), [("llama", 4), ("qwen2", 2), ("gpt_oss", 2)])
 def test_no_layer_waits_for_the_device(elsewhere, kind, layers):
     """In bf16 with checkpointing and chunks of logits; windows and sinks too, in every second layer. The host waits
@@ -679,7 +679,7 @@ def kernel_on_fake_tensors(kernel: str) -> tuple[Counter[str], list[float]]:
     return counted.calls, [phase["host_syncs"] for phase in tracker.phases.values()]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_kernel_modules_run_on_tensors_without_values_and_wait_for_nothing(elsewhere):
     """Of the simulator's device; kernels/cpu is of the CPU alone. MOCK: the packages' functions, which no machine here
     has, are what was recorded of them."""
@@ -727,7 +727,7 @@ def test_the_arms_of_a_simulation_show_their_progress_on_a_terminal(elsewhere, t
     assert f"arms of {SMALL.num_hidden_layers} layers" in said and "2/2" in said if terminal else said == ""
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_the_prompt_that_fits_fits_and_a_longer_one_does_not(elsewhere):
     found, (fits, longer) = elsewhere(fitting, 0.005)
     assert fits <= 0.005 < longer

@@ -35,7 +35,7 @@ def amounts(job: Job, amount: str) -> float:
     return sum(phase[amount] for phase in phases_of(job).values())
 
 
-@pytest.mark.parametrize(("checkpointing", "times"), [pytest.param(False, 4, marks=pytest.mark.ci), (True, 6)])
+@pytest.mark.parametrize(("checkpointing", "times"), [pytest.param(False, 4, marks=pytest.mark.more), (True, 6)])
 def test_rows_travel_to_their_experts_and_back(checkpointing, times):
     """Twice forward and twice backward, and twice more where layers are computed again: bf16, by shapes."""
     job = with_memory(JOB, expert_ranks=4, checkpointed=checkpointing)
@@ -51,7 +51,7 @@ def test_experts_compute_the_same_on_every_engine():
     assert flops[1:] == pytest.approx(flops[:1] * 2, rel=1e-9)
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.ci), 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.more), 2])
 def test_a_rank_gathers_its_own_experts_alone(replicas):
     """What a rank gathers, forward and backward: all but experts whole, of experts its part, or nothing where it has
     that to itself; bf16. It holds as much as without expert parallelism."""
@@ -91,7 +91,7 @@ def qwen3_30b() -> tuple[PretrainedConfig, ModelShape]:
     return config, whole_shape(Job(config, (), 1))
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("path", "expert_ranks", "checkpointing"), two_of_8(("packed", "phased"), (1, 8), (True, False))
 )

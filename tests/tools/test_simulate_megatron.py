@@ -61,7 +61,7 @@ def test_ranks_sum_what_they_do_not_share():
     assert amounts(job, *kinds) == [0, 0, sent]
 
 
-@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.ci), 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.more), 2])
 def test_rows_travel_to_their_experts_and_back(tensor):
     """Twice forward and twice backward; each rank those of its own tokens."""
     job = job_of(MOE, Division(8, tensor, tensor > 1, 4), checkpointed=False)
@@ -78,7 +78,7 @@ def test_rows_travel_to_their_experts_and_back(tensor):
     assert amounts(alone, "collective/alltoall_base") == [0]
 
 
-@pytest.mark.parametrize("both", [True, pytest.param(False, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("both", [True, pytest.param(False, marks=pytest.mark.more)])
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=lambda config: config.model_type)
 def test_ranks_compute_together_what_one_computes(config, both):
     """Matrices and attention by a rank's share; but for the router, and for tokens that pad. `both` ways of sharing at
@@ -129,7 +129,7 @@ def test_products_of_experts_run_at_the_rate_of_their_dtype():
     assert seconds[1] == pytest.approx(seconds[0], rel=0.1)
 
 
-@pytest.mark.parametrize("path", [pytest.param(x, marks=pytest.mark.ci) for x in ("packed", "stock", "phased")])
+@pytest.mark.parametrize("path", [pytest.param(x, marks=pytest.mark.more) for x in ("packed", "stock", "phased")])
 def test_stages_run_their_part_of_every_pass(path):
     """Two stages and four equal passes, the last stage the slower one: it waits for the first pass, and the first stage
     for the last one's gradient. One micro-batch of verl's has the two rows of a group."""
@@ -185,7 +185,7 @@ LLAMA3_8B = AutoConfig.for_model(
 )  # fmt: skip
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize(("checkpointing", "sequence", "context"), two_of_8((True, False), (True, False), (1, 2)))
 def test_the_peak_is_within_15_per_cent_of_the_simulated_one(checkpointing, sequence, context):
     division = Division(8, 2, sequence)

@@ -108,7 +108,7 @@ def update(job: Job, path: str, broken: str = "", log_probs: bool = False) -> tu
     return {name: dict(phase) for name, phase in phases.items()}, whole_shape(job)
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_flops_are_those_of_the_cost_model(elsewhere):
     """Forward, and in an update back twice as much; of a scan back 2.5 times as much. Tails of convolutions, which the
     cost model leaves out, are less than 1 in 10,000."""
@@ -143,7 +143,7 @@ def sent(job: Job) -> list[float]:
     ]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layers_send_heads_and_channels_and_ranks_share_flops(elsewhere, ranks):
     """Attention q, k, v and its output; a gated delta net what its convolution and its scan read and give. verl's
@@ -169,7 +169,7 @@ def test_layers_send_heads_and_channels_and_ranks_share_flops(elsewhere, ranks):
     [
         ("packed", True, 1),
         *(
-            pytest.param(path, checkpointing, ranks, marks=pytest.mark.ci)
+            pytest.param(path, checkpointing, ranks, marks=pytest.mark.more)
             for path, checkpointing, ranks in (
                 ("packed", False, 1), ("phased", True, 1), ("phased", False, 1), ("packed", True, 4),
                 ("phased", True, 4),
@@ -274,7 +274,7 @@ def host_syncs(kind: str, layers: int) -> list[dict[str, float]]:
     return without_step(job, [Arm("packed"), Arm("phased", offload=True)], "host_syncs")
 
 
-@pytest.mark.ci
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 def test_no_recurrent_layer_waits_for_the_device(elsewhere, kind):
     """The package counts chunks once for the bounds of a pass."""
@@ -289,7 +289,7 @@ def micro_batches(kind: str) -> list[float]:
     return [phases["micro_batch"] for phases in found]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_stock_packs_rows_where_verl_tells_mixers_their_bounds(elsewhere):
     """Of Qwen3.5 with its tower; a packed row of any other would leak state."""
     together, alone = elsewhere(micro_batches, "qwen3_5")
@@ -310,13 +310,13 @@ def with_package(kind: str) -> float:
         return update(job, "packed")[0]["packed"]["launches"]
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_an_installed_package_changes_nothing(elsewhere):
     without, _ = elsewhere(update, small_job("qwen3_next", 2), "packed")
     assert elsewhere(with_package, "qwen3_next") == without["packed"]["launches"] > 0
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_plan_simulates_a_hybrid_and_says_what_fits_and_what_nobody_measured(elsewhere, tmp_path):
     words = [*training_command(tmp_path, family="qwen3_5_text"), "trainer.v1.trainer_mode=prefix_sync"]
     options = ["--simulate", "--response-lengths", "32,0", "--out", str(tmp_path / "plan.json")]

@@ -84,7 +84,7 @@ def test_an_update_is_timed_when_the_device_has_computed_it(gpu, monkeypatch, ar
     assert done.loss == expected and done.seconds == len(said) - 2 and done.forward == done.seconds - 2 * backwards
 
 
-@pytest.mark.ci
+@pytest.mark.more
 def test_capacity_is_searched_under_the_allocators_limit(gpu, monkeypatch):
     """A job that lacks memory is a row that does not train; the limit is lifted, whatever happens."""
     options = replace(Options((SIZE,), shape="tiny", device="cpu", threads=1), capacity=20.0)

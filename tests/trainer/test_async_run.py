@@ -76,7 +76,7 @@ def test_batches_dealt_by_prompt_keep_it_in_one_mini_batch(deals: bool):
     "name",
     [
         pytest.param("one_step_off", marks=pytest.mark.full),
-        pytest.param("fully_async", marks=pytest.mark.ci),
+        "fully_async",
         pytest.param("separate_async", marks=[pytest.mark.full, SEPARATE_ASYNC]),
     ],
 )

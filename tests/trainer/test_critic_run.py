@@ -55,7 +55,7 @@ def _check(stock: list[dict], prefix: list[dict], ranks: int) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.ci), pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.more), pytest.param(1, marks=pytest.mark.full)])
 def test_a_critic_shares_and_step_1_is_stocks(tmp_path: Path, train, ranks: int):
     _check(*_arms(tmp_path, train, ranks, [], [], []), ranks)
 
