@@ -517,7 +517,8 @@ CHECKED += ["cp2_full", "cp2_ep2_mla", "cp2_overlap", "cp2_plain_optimizer"]
 )
 def test_the_self_check_compares_with_megatrons_path(models, ranks, which, dtype):
     for found in ranks(2, models)(_checked, which, dtype):
-        assert 0 < found["prefix/verify_log_probs"] <= 3 and 0 < found["prefix/verify_attention"] <= 2
+        assert found["prefix/verify_log_probs"] <= 3 and found["prefix/verify_attention"] <= 2
+        # Of so few tokens in bf16 outputs can be equal to the bit, of weights gradients not.
         assert 0 < found["prefix/verify_gradients"] <= 8
 
 

@@ -187,13 +187,17 @@ def test_verls_own_engine_runs_no_reentrant_checkpoint(models, ranks):
     assert told == "'functools.partial' object has no attribute '__self__'"
 
 
+def _mark(world: int, name: str) -> tuple | pytest.MarkDecorator:
+    """On four ranks two run by themselves; on two all but those of `IN_PARTS`, and of experts that no rank divides."""
+    if name in IN_PARTS:
+        return pytest.mark.full
+    quick = name in ("sp2_ep4_phased", "hsdp_ep2_phased") if world == 4 else not name.startswith("moe_")
+    return () if quick else pytest.mark.more
+
+
 @pytest.mark.parametrize(
     ("world", "name"),
-    [
-        pytest.param(world, name, marks=pytest.mark.full if name in IN_PARTS else ())
-        for world, cases in CASES.items()
-        for name in cases
-    ],
+    [pytest.param(world, name, marks=_mark(world, name)) for world, cases in CASES.items() for name in cases],
 )
 def test_ours_is_veomnis_and_fsdp2s(models, ranks, world, name, table):
     of_ranks = ranks(world, models)(_case, name)
@@ -242,7 +246,8 @@ def _checked(models: dict, name: str, half: bool) -> dict[str, float]:
 @pytest.mark.parametrize("name", ["phased", "ep2_packed", "ep2_phased", "sp2_phased", "sp2_ep2_phased"])
 def test_the_self_check_compares_with_veomnis_path(models, ranks, name, half):
     for found in ranks(2, models)(_checked, name, half):
-        assert 0 < found["prefix/verify_log_probs"] <= 3 and 0 < found["prefix/verify_attention"] <= 2
+        assert found["prefix/verify_log_probs"] <= 3 and found["prefix/verify_attention"] <= 2
+        # Of so few tokens in bf16 outputs can be equal to the bit, of weights gradients not.
         assert 0 < found["prefix/verify_gradients"] <= 3
 
 
