@@ -63,8 +63,13 @@ def test_without_the_variable_only_the_name_is_registered(answer) -> None:
     assert (platform, *others) == ("CPUPlatform", "False", "False", "False")
 
 
-def test_the_variable_selects_engine_rollout_threads_and_vllms_memory(answer) -> None:
-    assert answer(PROBE_CPU, VERL_PLATFORM="cpu") == ["CPUFSDPEngine", "HFServerAdapter", "HFReplica", "True", "1"]
+@pytest.mark.parametrize(
+    "first", ["verl", "verl_prefix.cpu", pytest.param("verl_prefix.cpu.engine", marks=pytest.mark.more)]
+)
+def test_the_variable_selects_engine_rollout_threads_and_vllms_memory(answer, first: str) -> None:
+    """Whatever is imported first: verl imports the plugin, and the plugin the platform, which imports verl."""
+    found = answer(f"import {first}\n{PROBE_CPU}", VERL_PLATFORM="cpu")
+    assert found == ["CPUFSDPEngine", "HFServerAdapter", "HFReplica", "True", "1"]
 
 
 class _StockEngine(FSDPEngineWithLMHead):

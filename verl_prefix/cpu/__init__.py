@@ -11,10 +11,18 @@ Without that variable only the platform's name is registered, and nothing change
 
 import os
 
-from verl_prefix.cpu.platform import is_selected
+
+def is_selected() -> bool:
+    """True under ``VERL_PLATFORM=cpu``, the only way to this platform: a Ray actor without a GPU must not pick it."""
+    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+
 
 FOLLOWING: dict[str, str] = {}  # verl's module -> ours
 if is_selected():
+    FOLLOWING = {
+        "verl.workers.engine": "verl_prefix.cpu.engine",
+        "verl.workers.rollout": "verl_prefix.cpu.rollout",
+    }
     # Ray gives an actor one thread where this is unset; its workers inherit the driver's environment.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     # One GiB holds the KV cache of the models that a CPU can train; by default vLLM takes a share of the host's memory.
@@ -22,7 +30,5 @@ if is_selected():
     # The actor and the rollout take turns on the same cores.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-    FOLLOWING = {
-        "verl.workers.engine": "verl_prefix.cpu.engine",
-        "verl.workers.rollout": "verl_prefix.cpu.rollout",
-    }
+# Last: it imports verl, which imports the plugin, which asks for what stands above.
+import verl_prefix.cpu.platform  # noqa: E402, F401

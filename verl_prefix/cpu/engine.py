@@ -10,7 +10,7 @@ from transformers import AutoModelForTokenClassification
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from verl_prefix.cpu.platform import is_selected
+from verl_prefix.cpu import is_selected
 from verl_prefix.models.replaced import replaced
 
 # Before any engine sets it: an actor and its ref model live in one process.

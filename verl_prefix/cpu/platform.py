@@ -10,10 +10,7 @@ import torch
 import torch.distributed as dist
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-
-def is_selected() -> bool:
-    """True under ``VERL_PLATFORM=cpu``, the only way to this platform: a Ray actor without a GPU must not pick it."""
-    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+from verl_prefix.cpu import is_selected
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
