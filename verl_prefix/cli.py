@@ -42,7 +42,7 @@ examples:
   verl-prefix plan --shares update=0.5,old=0.1,ref=0.1 run.sh
   verl-prefix plan --prompt-lengths 2400,0.4 run.sh     without its data
   verl-prefix plan --turns 10 --thinking 300 --say 100 --tool 400 run.sh
-  verl-prefix plan --simulate --gpu h200 --fit 140 --json run.sh
+  verl-prefix plan --simulate --gpu h200 --fit 120 --json run.sh
 
 exit codes: 0 planned, worth it or not; 1 the run would be refused, or by --simulate fits no GPU; 2 wrong words or
 files, said in one line"""

@@ -210,6 +210,15 @@ def test_update_follows_the_old_log_probs_and_both_are_decided_by_the_cost_of_bo
     assert make_chooser({"forward": Rates(), "update": only_passes_cost}).choose(LONG, 4000, forward_only=True) is None
 
 
+def test_no_update_follows_the_log_probs_of_ref():
+    made = make_chooser(FLOPS)
+    assert made.choose(LONG, 4000, forward_only=True, leads=False) is not None
+    assert made.log_probs is None and made.choose(SHORT, 4000, forward_only=False) is None
+    assert made.choose(SHORT, 4000, forward_only=True) is None
+    assert made.choose(LONG, 4000, forward_only=True, leads=False) is not None
+    assert made.choose(LONG, 4000, forward_only=False) is None, "as the old log-probs"
+
+
 def test_ranks_decide_alike():
     """Rank 0 would gain much, rank 1 nothing: the slowest rank's seconds decide for both."""
     seen = []

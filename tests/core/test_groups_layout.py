@@ -86,9 +86,11 @@ def test_prefixes_that_leave_no_room_for_a_suffix_do_not_share_a_pass():
     assert [len(one.groups) for one in make_plan(groups, 140, "phased").phased] == [2]
 
 
-def test_an_unknown_schedule_is_refused():
+def test_an_unknown_schedule_and_waves_without_tokens_are_refused():
     with pytest.raises(ValueError, match="schedule='pack': a plan is packed, phased or auto"):
         make_plan([], 100, "pack")
+    with pytest.raises(ValueError, match="wave_tokens=0: a wave has 1 token or more"):
+        make_plan([], 100, "phased", wave_tokens=0)
 
 
 def test_a_bin_takes_the_smallest_item_that_just_fits():
@@ -130,6 +132,12 @@ def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_
 def test_prompts_of_one_key_have_one_length():
     with pytest.raises(ValueError, match=r"rows \[0, 2\] have one key, 'a', and prompts of \[5, 6\] tokens"):
         group_by_key(["a", "b", "a"], [5, 5, 6], [3, 3, 3])
+
+
+@pytest.mark.parametrize("keys", ["ab", "abcd"])
+def test_as_many_keys_as_rows_are_asked_for(keys):
+    with pytest.raises(ValueError, match=f"{len(keys)} keys for 3 rows; pass one for each row"):
+        group_by_key(keys, [5, 5, 5], [3, 3, 3])
 
 
 @hypothesis.given(SHAPES)

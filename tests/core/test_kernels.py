@@ -159,5 +159,5 @@ def test_a_pass_asks_for_a_kernel_of_its_tensors_and_keeps_nothing_unasked(monke
     of = "reference", "cpu", torch.float32, 24
     assert asked == [(of, {"softcap": False}), (of, {"softcap": True})]
     assert one.num_calls == 2 and one.kept is None
-    with pytest.raises(RuntimeError, match="layer 3 runs in a wave and did not run in phase A"):
+    with pytest.raises(RuntimeError, match="layer 3 runs in a nested pass and did not run in phase A"):
         AttentionPass(layout, "reference", outer_caches=[PrefixCache()]).attend(3, q, k, k, None, AttentionParams(0.2))

@@ -149,5 +149,5 @@ def test_ranks_without_rows_or_outputs_reach_every_collective(walk, rows):
 
 def test_the_walk_finds_collectives_in_the_source():
     found = functions()
-    assert {"Travel._swap", "together", "PrefixEngine._prepared", "Verification._verdict"} <= found
+    assert {"Travel._swap", "together", "PrefixEngine._with_loss_fields", "Verification._verdict"} <= found
     assert set(ELSEWHERE) <= found

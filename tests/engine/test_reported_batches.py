@@ -145,6 +145,49 @@ def test_a_batch_without_advantages_is_checked_and_moves_what_stock_moves(ranks,
     assert 0 < result["metrics"]["prefix/verify_gradients"][0] < 8
 
 
+def _of_no_token(path: str) -> tuple[int, bool]:
+    """Calls of a user's loss that raises where it gets no response token, and whether outputs of all rows came."""
+    options = {"empty": ("e",), "verify": "off", "schedule": "packed"}
+    engine, num_calls = SHARED("prefix", path, options), 0
+    data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, options)
+    tu.assign_non_tensor(data, return_model_output=True)
+
+    def loss(model_output, data, dp_group=None):
+        nonlocal num_calls
+        num_calls += 1
+        data["response_mask"].values().max()  # raises of nothing
+        return model_output["log_probs"].values().sum(), {}
+
+    with engine.train_mode(disable_auto_offload=True):
+        output = engine.forward_backward_batch(data, loss)
+    return num_calls, bool((output["model_output"]["log_probs"].offsets() == data["input_ids"].offsets()).all())
+
+
+def test_a_users_loss_is_not_asked_of_empty_responses_alone(ranks, path):
+    for num_calls, are_there in ranks(2, path)(_of_no_token):
+        assert num_calls > 0 and are_there
+
+
+def _after_ref(path: str) -> list:
+    """What an update follows: after ref by the actor without its adapters, and after its own log-probs."""
+    options = {"schedule": "auto", "min_speedup": 1.05, "lora_targets": ["q_proj"], "verify": "off"}
+    engine = SHARED("prefix", path, options)
+    data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, options)
+    followed = []
+    with engine.eval_mode(disable_auto_offload=True):
+        with engine.disable_adapter():
+            engine.infer_batch(data.copy())
+        followed.append(engine._paths._chooser.log_probs)
+        engine.infer_batch(data.copy())
+        followed.append(engine._paths._chooser.log_probs)
+    return followed
+
+
+def test_an_update_follows_its_log_probs_and_not_refs(ranks, path):
+    ((after_ref, after_own),) = ranks(1, path)(_after_ref)
+    assert after_ref is None and after_own is not None
+
+
 REINFORCE = dict(loss_type="reinforce", rollout_is="sequence", rollout_rs="token_k2", rollout_rs_threshold="0.05")
 LOSSES = {mode: {"loss_mode": mode} | LOSS_MODES[mode] for mode in LOSSES_OF_ROWS}
 LOSSES["bypass_mode reinforce"] = {"loss_mode": "bypass_mode", "rollout_correction": REINFORCE}

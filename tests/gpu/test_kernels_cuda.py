@@ -1,6 +1,6 @@
 """The CUDA kernels under the merge: against the dense float64 reference, by the noise floor.
 
-Needs torch and transformers alone: `make test-gpu` on a machine with a GPU.
+Needs torch, transformers and pytest alone: `make test-gpu` on a machine with a GPU.
 """
 
 import copy

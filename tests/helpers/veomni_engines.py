@@ -1,6 +1,7 @@
 """verl's VeOmni engine and ours over it, on a CPU: how both are built, and whole tensors of what they shard."""
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 from veomni.arguments import MixedPrecisionConfig
 from veomni.distributed import parallel_state
+from veomni.ops.dispatch import OpSlot
 from verl.workers.config import EngineRouterReplayConfig, VeOmniEngineConfig, VeOmniOptimizerConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.veomni import transformer_impl as verls
@@ -95,7 +97,20 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         mock.patch.object(verls.VeOmniEngine, "_maybe_apply_async_activation_offload", trained),
     ):
         engine.initialize()
+    _bind(repr((model_path, *(keys.get(name) for name in KEYS))))
     return engine
+
+
+_BOUND: dict[str, list[tuple[OpSlot, dict[str, Any]]]] = {}
+
+
+def _bind(key: str) -> None:
+    """VeOmni binds the kernels of a module of models for the whole process, when it builds one of its models. A model
+    that was built before (`SharedModels`) gets its own again."""
+    slots = [x for name, module in sys.modules.items() if name.startswith("veomni.") for x in vars(module).values()]
+    bound = _BOUND.setdefault(key, [(slot, dict(vars(slot))) for slot in slots if isinstance(slot, OpSlot)])
+    for slot, kernel in bound:
+        vars(slot).update(kernel)
 
 
 def whole_of_veomni(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -234,7 +234,7 @@ def test_the_prefix_cache_holds_one_state_per_prefix(elsewhere):
     tails = 3 * 3 * (2 * keys + values)
     states = 2 * (shape.state - 2 * tails)
     assert elsewhere(cached, job) == shape.kv * 2 * PREFIX + states
-    with pytest.raises(RuntimeError, match=r"layer \('scan', 0\) runs in a wave and did not run"):
+    with pytest.raises(RuntimeError, match=r"layer \('scan', 0\) runs in a nested pass and did not run"):
         elsewhere(cached, job, "states are not kept")
 
 

@@ -317,9 +317,16 @@ class Chooser:
     speedup: float | None = field(default=None, init=False)
     log_probs: Decision | None = field(default=None, init=False)
 
-    def choose(self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None) -> Plan | None:
-        """This rank's plan; None: the stock path. `own`: see `Candidates`. A model without lm_head gains by sharing
-        alone: a batch in which no rank's rows share takes the stock path, and nothing is measured for it."""
+    def choose(
+        self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None, leads: bool = True
+    ) -> Plan | None:
+        """This rank's plan; None: the stock path. A model without lm_head gains by sharing alone: a batch in which no
+        rank's rows share takes the stock path, and nothing is measured for it.
+
+        Args:
+            own: see `Candidates`.
+            leads: updates follow what is decided of these log-probs.
+        """
         if not self.costs.min_speedup:
             return self.costs.plan(groups, budget, "auto", forward_only)
         batch = Batch(groups, budget)
@@ -330,7 +337,8 @@ class Chooser:
         *seconds, any_gains, lacks_room = self.reduce_max([*paths.seconds(rates), float(gains), lacks_room])
         least = self.costs.min_speedup if any_gains else math.inf
         decision = decide(seconds, least, None if forward_only else self.log_probs, not lacks_room)
-        self.log_probs = decision if forward_only else self.log_probs
+        if forward_only and leads:
+            self.log_probs = decision
         stock, *shared = seconds
         self.speedup = None if stock and not min(shared) else decision.speedup  # None: dead rows alone, which stock has
         return paths.taken(decision)

@@ -13,7 +13,8 @@ Reading order:
 In what they differ most:
 
                         FSDP2                       VeOmni                     Megatron
-    gradients reduced   in the last backward        in every backward          once, after the last backward
+    gradients reduced   in every backward, or       in every backward          once, after the last backward
+                        by a key in the last one
     ranks of one row    Ulysses                     Ulysses                    tensor, context, pipeline
     router replay       ours, on both paths         verl's on the stock path   verl's on the stock path
     stock path          set right for the model     verl's                     verl's

@@ -268,10 +268,10 @@ class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
         super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
         self.set_backend(MegatronBackend(self), engine_config)
 
-    def _prepared(self, rows: BatchRows) -> BatchRows:
-        """As `PrefixEngine._prepared`. Behind a top-k loss verl's `optimizer_step` frees what the allocator caches."""
+    def _with_loss_fields(self, rows: BatchRows) -> BatchRows:
+        """As `PrefixEngine`'s. Behind a top-k loss verl's `optimizer_step` frees what the allocator caches."""
         self._distillation_use_topk_active = rows.flag("distillation_use_topk")
-        return super()._prepared(rows)
+        return super()._with_loss_fields(rows)
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
         """As `PrefixEngine._with_routes`, with -1 for tokens of R3 that verl sends where their router says: the last of

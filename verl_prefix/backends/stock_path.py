@@ -125,9 +125,9 @@ class FSDPStockPath:
         )
 
     def run(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        """Computes a batch without the fused kernels that the user asked for. Its micro-batches have one row where
-        packed rows would leak state, and each rank of a group computes them alone where verl's sequence parallelism
-        would be wrong."""
+        """Computes a batch without the fused kernels that the user asked for. Rows are padded where packed ones would
+        get wrong positions. Micro-batches have one row where packed rows would leak state. Each rank of a group
+        computes them alone where verl's sequence parallelism would be wrong."""
         data, module = data.copy(), self._engine.module
         if self._unfused:
             tu.assign_non_tensor(data, use_fused_kernels=False)

@@ -37,8 +37,8 @@ class AttentionPass:
         kernel: name for `kernels.choose_kernel`.
         own_cache: in phase A, the cache that receives the layers' keys and values.
         outer_caches: of the phases A around a nested pass, the outermost first; segments read their paths there.
-        keep_attention: under gradient checkpointing, keeps attention outputs until backward, whose recomputation of
-            the layers then runs no attention kernel.
+        keep_attention: under gradient checkpointing, keeps attention outputs until backward. Layers that run again
+            then run no attention kernel.
 
     `PackedForward` sets `shards`, `head_tokens` and `routes` before the model runs.
 
@@ -46,8 +46,9 @@ class AttentionPass:
         shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
         head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
         routes: [n, layers, k] int16: the experts that each of this rank's tokens goes to in each of the model's layers.
-            The router chooses, and writes its choice there, where the entry is no record: not k different experts, on
-            Megatron negative ones. None: routers choose, and nothing is written.
+            Where an entry is no record, the router chooses and writes its choice there. No record is an entry that does
+            not name k different experts; on Megatron, one with negative numbers. None: routers choose, and nothing is
+            written.
         kept: attention outputs that wait for backward; None: they are not kept.
         num_calls: number of calls of `attend`, and of recurrent layers, which these count themselves
             (`models.recurrent`). Compared before and after a forward, it shows a model that bypasses them.
@@ -133,10 +134,10 @@ def merge(
 def _merge_at(
     queries: slice | torch.Tensor, out: torch.Tensor, lse: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor
 ) -> None:
-    """Merges a second partial attention of some queries into `out` [T, H, D] and `lse` [H, T]; one kernel on CUDA.
+    """Merges a second partial attention of some queries into `out` [T, H, D] and `lse` [H, T].
 
-    A slice of queries is merged in place, and indices in a copy, both by the same kernel. For the rows beside a row
-    decide whether its queries are a slice, and they must not change its bits.
+    The Triton kernel merges a slice of queries in place, and indices in a copy. Both are by one kernel: the rows beside
+    a row decide whether its queries are a slice, and they must not change its bits.
     """
     part, part_lse = out[queries], lse[:, queries]
     fused = _fused_merge(out.device.type)

@@ -149,8 +149,8 @@ class Call(NamedTuple):
 
 # A path, and (first token in the packed row, number of tokens) of each of the neighbours with that path.
 Block = tuple[Path, list[Run]]
-# Of a call of several blocks: the most keys, which it copies (16 MiB of keys and values at 8 heads of 128 in bf16, and
-# in backward four times as much, where flash-attn repeats them per query head); and the most queries. A block with more
+# Limits of a call of several blocks: its keys, which are copied (16 MiB of keys and values at 8 heads of 128 in bf16,
+# and in backward four times as much, where flash-attn repeats them per query head); and its queries. A block with more
 # keeps a GPU busy by itself, and may need no copy.
 _MAX_COPIED, _MAX_JOINED = 2**12, 2**9
 

@@ -74,8 +74,8 @@ class TokenBatch:
         position_ids: [N] or [4, N] (text, time, height, width) int64.
         offsets: first token of each row.
         pixels: of a vision model's rows.
-        is_read: [N] bool in host memory: tokens whose outputs the loss reads, and which alone go through lm_head; None:
-            all of responses.
+        is_read: [N] bool in host memory: tokens whose outputs the loss reads; None: all of responses. lm_head runs on
+            these, and on one other where a backward, or a rank beside this one, needs it.
         routes: [N, layers, k] int16 in host memory, as of `AttentionPass`; None: routers choose.
         records: after a forward the routes that its tokens took are copied to `routes`, which must be given.
     """
@@ -126,8 +126,8 @@ class PackedForward:
             outer_caches: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
-            [m, k], where the backward of phase C starts: outputs of the strand tokens that rows read, or without any
-            one output of the last token; hidden states on an early stage of a pipeline.
+            [m, k], where the backward of phase C starts: outputs of the strand tokens that rows read; if rows read
+            none, one output of the last token; on an early stage of a pipeline, hidden states.
         """
         attention_pass = self._attention_pass(layout, outer_caches, self.keep_attention and not offloads, cache)
         head_tokens = torch.tensor([layout.num_tokens - 1])

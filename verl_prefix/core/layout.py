@@ -54,7 +54,7 @@ class Layout:
     Attributes:
         places: [T] int64, where each token stands in the batch's flat values.
         segments: the strands, then the suffixes.
-        groups: the groups whose rows it computes; none in a dummy.
+        groups: the groups of which it computes strands, suffixes or both; none in a dummy.
         strand_starts: place in the batch of each strand's first token -> that token's number in the prefix source.
         output_index: the outputs that rows read; None: those of all its suffix tokens, of which a phase A has none.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
@@ -136,8 +136,8 @@ class Layout:
         return own
 
     def with_outputs(self, is_read: torch.Tensor) -> "Layout":
-        """The layout that reads only outputs of the batch's tokens `is_read` [N] (bool), and at least one of this
-        packed row, since a backward needs something to start from. Without outputs it stays as it is."""
+        """The layout that reads only outputs of the batch's tokens `is_read` [N] (bool). One output of this packed row
+        always stays, since a backward needs a start. A layout without outputs stays as it is."""
         own_level, index = len(self.level_starts) - 1, self.output_index
         if index is None:
             tokens = torch.arange(self.num_strand_tokens, self.num_tokens)
@@ -171,6 +171,7 @@ def build_layout(
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
+        phase: which forward it is for; a phase A has no suffixes.
         outer: of a nested pass, the packed row of the phase A around it; it and those around it have the outer strands
             of these groups.
     """

@@ -12,7 +12,8 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class _GroupsOfPass:
-    """The groups of a pass. Without groups its forward is a dummy, which keeps this rank's collectives in step."""
+    """The groups of a pass. Where these leave its forward no token, it is a dummy, which keeps this rank's collectives
+    in step."""
 
     groups: tuple[Group, ...] = ()
     phase: ClassVar[Phase]

@@ -46,8 +46,10 @@ def make_plan(
             forwards. False on a pipeline of several stages, which runs phases A apart.
 
     Raises:
-        ValueError: the schedule is none of these.
+        ValueError: the schedule is none of these, or `wave_tokens` is below 1.
     """
+    if wave_tokens is not None and wave_tokens < 1:
+        raise ValueError(f"wave_tokens={wave_tokens}: a wave has 1 token or more; None: what prefixes leave")
     if schedule not in ("packed", "phased", "auto"):
         raise ValueError(f"schedule={schedule!r}: a plan is packed, phased or auto")
     live = live_in_pass_order(groups)
@@ -74,7 +76,7 @@ def _phased_passes(
     for group in groups:
         of_group = _pieces(group, room, suffixes=False)
         nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
-        better = nesting and nesting.better_than(*_one_level(of_group, budget, wave_tokens, offload))
+        better = nesting and nesting.better_than(*_one_level(of_group, budget, wave_tokens, offload, least_wave))
         if better:
             deep.append(better)
         else:
@@ -90,7 +92,7 @@ def _phased_passes(
 
 def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
     """Whether waves of `wave_tokens` leave some of the budget to prefixes; with `offload`, whether a wave fits it.
-    `make_plan` ignores a `wave_tokens` that does not, and readers of users' options refuse it."""
+    `make_plan` ignores a `wave_tokens` that does not; readers of users' options refuse it, or warn of it."""
     return wave_tokens <= budget if offload else wave_tokens < budget
 
 
@@ -184,11 +186,13 @@ def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[li
         yield from first_fit(members, lambda group: group.num_own_strand_tokens, min(room, budget - longest))
 
 
-def _one_level(pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool) -> tuple[int, int]:
-    """Tokens and number of forwards of a group whose pieces are each a phased pass, with waves that fit the budget."""
+def _one_level(
+    pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool, least_wave: int
+) -> tuple[int, int]:
+    """Tokens and number of forwards of a group whose pieces are each a phased pass; arguments are as of `make_plan`."""
     tokens, forwards = 0, 0
     for piece in pieces:
-        left = max(budget - (0 if offload else piece.num_own_strand_tokens), 1)
+        left = max(budget - (0 if offload else piece.num_own_strand_tokens), least_wave)
         tokens += piece.num_physical_tokens
         forwards += 1 + len(make_waves([piece], min(wave_tokens or left, left)))
     return tokens, forwards
@@ -236,8 +240,8 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
 def _same_shapes(
     phased: Sequence[PhasedPass], reduce_max: Callable[[Sequence[float]], Sequence[float]]
 ) -> list[PhasedPass]:
-    """Pads phased passes that lie in equally many others, and of which every rank has as many, to equally many nested
-    passes of each kind."""
+    """Pads the phased passes of one nesting depth, equally many on every rank: each gets as many nested passes of each
+    kind as it has on any rank."""
     if not phased:
         return []
     counts = []

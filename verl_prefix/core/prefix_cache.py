@@ -59,7 +59,7 @@ class PrefixCache:
             key: the layer's.
             tensors: what suffixes read.
             beside: outputs of the layer that nobody reads from the cache, as a scan's outputs beside its states. They
-                pass the autograd node of `tensors`, since phase C reaches the layer through them alone.
+                go through the autograd node of `tensors`: phase C reaches the layer only through them.
 
         Returns:
             The same tensors, then `beside`. Backward through any of them adds the grad cache to the gradients of
@@ -88,8 +88,8 @@ class PrefixCache:
         if key not in self._stored:
             if self._is_open:
                 raise CannotShare(
-                    f"layer {key} runs in a wave and did not run in phase A, and only layers that run in both can "
-                    "share a prefix"
+                    f"layer {key} runs in a nested pass and did not run in phase A, and only layers that run in both "
+                    "can share a prefix"
                 )
             raise RuntimeError(
                 f"the prefix cache has no layer {key}: backward of a wave came after phase C, or after its pass was "

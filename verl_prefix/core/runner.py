@@ -78,8 +78,8 @@ class PlanRunner:
     @contextmanager
     def forwards(self, tokens: TokenBatch, planned: Pass, last: bool = True) -> Iterator[Iterator[PassOutputs]]:
         """Context of one pass, inside `grouped_attention`. Entering runs phase A. Each iteration yields one forward: of
-        the packed pass, or of a nested one; phases A and C of nested passes run as the iteration passes them.
-        Leaving runs phase C. `last`: the run has no pass after this one, for `gradient_sync`.
+        the packed pass, or of a nested one; phases A and C of nested passes run when the iteration reaches
+        them. Leaving runs phase C. `last`: the run has no pass after this one, for `gradient_sync`.
 
         The caller runs a forward's backward before it asks for the next forward: contexts of this generator
         (`gradient_sync`, `meter`) stay open at the yield. After an exception, and where no prefix has a gradient, there

@@ -136,7 +136,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers [m, k] of every rank -> [n m, k]."""
+    """Gathers [m, k] of every rank -> [n m, k]. Backward keeps this rank's part, times n."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -36,7 +36,7 @@ class StateIndex:
         outer_states: the states of the packed rows around, the outermost first.
 
     Attributes:
-        suffixes: the suffixes, which read themselves, as spans of their tokens alone.
+        suffixes: the suffixes, which read themselves, as spans that count from the first suffix's first token.
         numbers: number of the state after each path, by the path's `end_of`.
     """
 

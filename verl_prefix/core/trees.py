@@ -49,7 +49,7 @@ def group_trees(
 ) -> list[Group]:
     """Groups rows that share what lies before their cuts.
 
-    Rows share the n tokens before a cut only if they also agree in the next token, whose log-prob token n - 1 gives. So
+    Rows share the n tokens before a cut only if token n is equal too, since the output of token n - 1 predicts it. So
     where rows may first differ in token d, the cut is at d - 1.
 
     Args:

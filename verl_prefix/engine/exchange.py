@@ -37,8 +37,8 @@ class Exchange:
     Attributes:
         computed: the rows. groups: theirs.
         tree_rule: what they share, for this batch and those that follow.
-        uids: of all ranks' rows but padding, as 64-bit hashes; where ranks exchange nothing this rank's own, as they
-            are.
+        uids: 64-bit hashes of all ranks' uids, without padding's. Where ranks exchange nothing, this rank's uids
+            themselves.
         metrics: prefix/* and timing_s/* of this rank; `give_back` adds what it took.
     """
 

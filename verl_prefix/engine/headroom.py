@@ -43,8 +43,8 @@ class Headroom:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Context of an optimizer step with its passes. Room is what is free on the device behind it, and what the
-        largest update so far took, as much of it as the allocator still holds: verl may have emptied its cache."""
+        """Context of an optimizer step with its passes. Room is what is free on the device after it, plus what the
+        largest update so far took, but at most what the allocator still caches: verl may have emptied its cache."""
         self._added_now = 0.0
         yield
         if self._added_now and self.is_known:

@@ -103,9 +103,9 @@ class Loss:
         return {name: x.values() if x.is_nested else x for name, x in floats.items() if x.is_floating_point()}
 
     def needs_masked_outputs(self, data: TensorDict) -> bool:
-        """Whether outputs count where response_mask is 0. They do in a user's loss. They also do where something that
-        the loss reads is not finite, since on the stock path a masked NaN spoils the update, too. A critic's all count,
-        since its head costs nothing."""
+        """Whether outputs count where response_mask is 0. They do in a user's loss, and without response_mask or
+        old_log_probs. They also do where something that the loss reads is not finite, since on the stock path a masked
+        NaN spoils the update, too. A critic's all count, since its head costs nothing."""
         if not self.sums_rows or self._of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
@@ -163,7 +163,8 @@ class Loss:
 
     def for_stock(self) -> LossFunction | None:
         """Returns the function as the stock path calls it. Where it would raise, since no token of a micro-batch counts
-        (one of padding alone), it is zero, and so are its metrics, of which each micro-batch has to have the same."""
+        (one of padding alone), it is zero, and so are its metrics, of which each micro-batch has to have the same. Of
+        a micro-batch of empty responses alone it raises, as in verl's engine."""
         function = self.function
         if function is None or not self.needs_a_token:
             return function

@@ -56,11 +56,12 @@ class PassResults:
         self._padding = rows.padding if hides_padding else set[int]()
         self._results: list[_Result] = []
 
-    def step(self, layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
+    def step(self, layout: Layout, outputs: torch.Tensor, with_loss: bool = True) -> torch.Tensor:
         """Does what verl's forward_step does after the model: returns the loss of a pass, and keeps its results.
 
         Args:
             outputs: [outputs that are read, k].
+            with_loss: False: a loss function is not called, and the loss is zero.
         """
         rows = [row for group in layout.groups for row in group.rows]
         micro_batch = self._loss.micro_batch(self._data, rows)
@@ -70,7 +71,9 @@ class PassResults:
             micro_batch = select_rows(micro_batch, seen)
             unbound = {name: values.unbind() for name, values in model_output.items()}
             read = {name: tu.nested_tensor_from_tensor_list([x[i] for i in seen]) for name, x in unbound.items()}
-        loss, metrics, has_metrics = self._loss(read, micro_batch, self._backend.ranks.data)
+        loss, metrics, has_metrics = outputs.new_zeros(()), dict[str, Any](), False
+        if with_loss or self._loss.function is None:
+            loss, metrics, has_metrics = self._loss(read, micro_batch, self._backend.ranks.data)
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
         values = [loss.detach(), outputs, *self._loss.floats(micro_batch).values()]
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
@@ -83,18 +86,15 @@ class PassResults:
         """Ends the run: returns verl's output of all passes, and how many of them had anything not finite.
 
         No pass computes idle groups. They get a step if somebody wants their outputs, or if this rank has no other row,
-        since every rank must report the same metrics, and equally many values of each (`even_out`).
+        since every rank must report the same metrics, and equally many values of each (`even_out`). Only in the latter
+        case they get a loss: of no token it may be NaN, which counts as finite, or the function may raise.
         """
         if plan.idle_groups and (self.returns_outputs or not self._results):
+            alone = not self._results
             with torch.no_grad(), self._backend.autocast():
                 nothing = Layout(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
-                self.step(nothing, self.token_outputs.empty())
-            # No pass has computed it: its loss, of no token, may be NaN. Both are for a rank without passes alone.
-            step, alone = self._results[-1], len(self._results) == 1
-            if not alone:
-                step.output["metrics"] = {}
-                if self._loss.function is not None:
-                    step.output["loss"] = torch.zeros_like(step.output["loss"])
+                self.step(nothing, self.token_outputs.empty(), with_loss=alone)
+            step = self._results[-1]
             metrics_count = step.metrics_count and alone
             self._results[-1] = step._replace(finite=torch.ones_like(step.finite), metrics_count=metrics_count)
         if any(result.metrics_count for result in self._results):  # else every rank still needs one set of metrics

@@ -90,8 +90,8 @@ class Paths:
     def why_stock(self, batch: BatchRows, loss: Loss) -> WhyStock | None:
         """Says why this batch takes the stock path whatever its lengths are; None: its lengths decide.
 
-        The answer is the same on every rank, since the fields and flags that it reads are. Others may differ, see
-        `travel`.
+        Every rank gets the same answer: it reads only what ranks have alike. Other fields may differ
+        (`Travel.decide_moves`).
         """
         data = batch.data
         if self.always is not None:
@@ -108,7 +108,7 @@ class Paths:
         return None
 
     def plan(
-        self, batch: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int]
+        self, batch: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int], of_ref: bool = False
     ) -> tuple[Plan | WhyStock, dict[str, float]]:
         """Returns this rank's plan, or why the batch takes the stock path; and prefix/* about that.
 
@@ -116,6 +116,7 @@ class Paths:
             batch: this rank's own rows, which the stock path would compute. Their flags give budgets.
             groups: of the rows that this rank computes, after the exchange.
             dead: those of them that are left out; their groups are idle.
+            of_ref: these are log-probs of ref by the actor, which no update follows.
         """
         groups, idle = leave_out(groups, dead) if dead else (groups, [])
         # A budget follows from the batch's flags and the lengths of groups, which may be of rows from other ranks.
@@ -126,7 +127,7 @@ class Paths:
         if self._chooser is None:
             plan: Plan | None = self.costs.plan(*shared, self.options.schedule, forward_only)
         else:
-            plan = self._chooser.choose(*shared, forward_only, own)
+            plan = self._chooser.choose(*shared, forward_only, own, leads=not of_ref)
         metrics = self._bubble(plan or self.costs.stock_passes(*own), forward_only)
         if self._chooser and self._chooser.speedup:
             metrics["prefix/predicted_speedup"] = self._chooser.speedup

@@ -59,7 +59,8 @@ class PrefixEngine:
     _role: str  # as of `config.actor.role_of`
     _trace: TraceWriter | None = None
     _update_meter: Meter  # of the last update, until one measured the peak of its waves; then it stays
-    _routers_choose = False  # True: ignore the batch's routes, since this engine computes ref, or values
+    _routers_choose = False  # True: ignore the batch's routes, since this engine computes values
+    _computes_ref = False  # by the actor without its adapters
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -79,15 +80,17 @@ class PrefixEngine:
         computed, groups = exchange.computed, exchange.groups
         metrics = self._step_metrics.count_rows(exchange, self.tree_rule, forward_only)
         self.tree_rule = exchange.tree_rule
-        plan, of_plan = self._paths.plan(batch, groups, forward_only, computed.dead)
+        plan, of_plan = self._paths.plan(batch, groups, forward_only, computed.dead, self._computes_ref)
         metrics |= of_plan | exchange.metrics
         if isinstance(plan, WhyStock):
             return self._take_stock_path(batch, loss, forward_only, plan, metrics)
         with together("checking rows"):
             computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
-        computed = self._prepared(computed)
+        computed = self._with_loss_fields(computed)
         if not forward_only or self.backend.has_no_updates:
-            budget = batch.budget(groups)  # by the flags that verl set; `_prepared` has changed those of `computed`
+            budget = batch.budget(
+                groups
+            )  # by the flags that verl set; `_with_loss_fields` has changed those of `computed`
             metrics |= self._verification.check(computed, groups, budget, plan, loss)
         if why := self._verification.failure:
             return self._take_stock_path(batch, loss, forward_only, why, metrics)
@@ -98,13 +101,13 @@ class PrefixEngine:
         return output
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
-        """Returns the batch with the routes that it replays, or with the flag `RECORDS` where it leaves them; without
-        any where this engine computes ref, or values.
+        """Returns the batch with the routes that it replays. Log-probs of R2 replay none and get the flag `RECORDS`:
+        their passes record routes. Ref and values get neither.
 
         Raises:
             ValueError: the batch has routes that nobody replays, or has none, or those of another model.
         """
-        if self.backend.has_no_updates or self._routers_choose:
+        if self.backend.has_no_updates or self._routers_choose or self._computes_ref:
             return data.exclude(ROUTES)
         replay, has_routes = self.backend.replay, ROUTES in data.keys()
         if replay is None:
@@ -123,8 +126,9 @@ class PrefixEngine:
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Context of verl, which enters it to compute ref by the actor. Routers then choose for themselves."""
-        with super().disable_adapter(), replaced(self, "_routers_choose", True):  # type: ignore[misc]
+        """Context of verl, which enters it to compute ref by the actor. Routers then choose for themselves, and no
+        update follows what is decided of ref's passes."""
+        with super().disable_adapter(), replaced(self, "_computes_ref", True):  # type: ignore[misc]
             yield
 
     def _take_stock_path(
@@ -139,8 +143,9 @@ class PrefixEngine:
         output.setdefault("metrics", {}).update(self._step_metrics.report(metrics, batch, forward_only))
         return output
 
-    def _prepared(self, rows: BatchRows) -> BatchRows:
-        """Returns the rows with what verl's forward_backward_batch adds to a batch for the loss."""
+    def _with_loss_fields(self, rows: BatchRows) -> BatchRows:
+        """Returns the rows with what verl's forward_backward_batch adds to a batch for the loss, and with
+        `use_dynamic_bsz`, by which verl puts outputs of passes back in the order of rows."""
         data, ranks = rows.data.copy(), self.backend.ranks
         batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
         torch.distributed.all_reduce(batch_num_tokens, group=ranks.data)
@@ -148,7 +153,7 @@ class PrefixEngine:
             data,
             batch_num_tokens=batch_num_tokens.item(),
             dp_size=ranks.data_size,
-            use_dynamic_bsz=True,  # without which verl leaves rows of our passes in the order of passes
+            use_dynamic_bsz=True,
         )
         return rows.with_data(data)
 
@@ -178,7 +183,7 @@ class PrefixEngine:
         """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
 
         Args:
-            rows: as `_prepared` makes them. groups: of these rows, with idle groups.
+            rows: as `_with_loss_fields` makes them. groups: of these rows, with idle groups.
             meter: what measures the passes; None: a new one.
             pass_type: as in `core.forward.PackedForward`.
             memory: what the passes keep; None: as little as they need.
@@ -260,12 +265,13 @@ class PrefixEngine:
         """Builds verl's engine, and what needs its model."""
         super().initialize()  # type: ignore[misc]
         if self.prefix_config.schedule != "stock":
-            self.backend.check_model()
-            if self.prefix_config.skip_zero_advantage and self.backend.counts_last_tokens:
-                raise ValueError(
-                    f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that this model's routers learn from; set "
-                    f"{SKIP_ZERO_ADVANTAGE}=False"
-                )
+            with together("checking the model"):  # stages of a pipeline have different layers
+                self.backend.check_model()
+                if self.prefix_config.skip_zero_advantage and self.backend.counts_last_tokens:
+                    raise ValueError(
+                        f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that this model's routers learn from; set "
+                        f"{SKIP_ZERO_ADVANTAGE}=False"
+                    )
             model_config = self.model_config  # type: ignore[attr-defined]
             self.tree_rule = TreeRule(
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config

@@ -26,7 +26,8 @@ LAST_CUTS = 8  # cuts at a row's end that other ranks hear of: more than the mes
 
 
 class Columns(NamedTuple):
-    """What all ranks know of a row: int64 each, costs as the bits of doubles. Or the same of all rows, as tensors."""
+    """What all ranks know of a row. Each field is an int64 (of a cost, the bits of a double), or a tensor of those
+    of all rows."""
 
     key_low: Any  # 128 bits of the row's key
     key_high: Any

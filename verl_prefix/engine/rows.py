@@ -62,8 +62,8 @@ class BatchRows:
         return len(self.data)
 
     def with_data(self, data: TensorDict) -> "BatchRows":
-        """Returns the same rows in a batch with other fields. Lengths, keys, padding, routes and `dead` that are known
-        already are not read again: the other fields leave them as they are."""
+        """Returns the same rows in a batch with other fields, which must not change lengths, keys, padding, routes and
+        `dead`: what is known of these is kept."""
         if data is self.data:
             return self
         rows = copy.copy(self)

@@ -96,7 +96,7 @@ class LayerProbe:
             row = [torch.cat([x[behind.to(x.device)], x[own]]) for x in inputs]
             truth = whole(row, 0)[len(behind) :]
             moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[len(behind) :]
-            ratio = _ratio((out[own] - truth).square().sum().item(), (moved - truth).square().sum().item())
+            ratio = _ratio(_sum_of_squares(out[own] - truth), _sum_of_squares(moved - truth))
             self.worst_recurrence = max(self.worst_recurrence, Figure(ratio, MAX_RECURRENCE, f"{key} from whole rows"))
 
     @torch.no_grad()
@@ -145,8 +145,8 @@ def _segments(layout: Layout) -> Iterator[tuple[torch.Tensor, slice]]:
 
 
 def _ratio(error: float, noise: float) -> float:
-    """Divides two norms, given their squares: 0 of nothing to nothing, as where responses are empty, and infinity where
-    either is NaN, so that nothing that is compared later hides it."""
+    """Ratio of two norms, given their squares. 0 / 0 is 0, as where responses are empty. A NaN gives infinity, which no
+    later maximum hides."""
     ratio = (error / max(noise, 1e-300)) ** 0.5
     return math.inf if math.isnan(ratio) else ratio
 

@@ -1,8 +1,8 @@
 """Metrics of a training step: counts and seconds are the step's, of all its ranks and mini-batches.
 
-verl averages over both what an engine reports. But it takes the maximum of names with "max" (prefix/moe/max_vio/*,
-prefix/moe/avg_vio/max), and the minimum of timing_s/*, since it finds "min" in "timing" (reduce_metrics,
-verl/utils/metric/utils.py). So each rank reports a step's total once, with its last mini-batch.
+verl averages what an engine reports over ranks and mini-batches. But it takes the maximum of names with "max"
+(prefix/moe/max_vio/*, prefix/moe/avg_vio/max), and the minimum of timing_s/*, since it finds "min" in "timing"
+(reduce_metrics, verl/utils/metric/utils.py). So each rank reports a step's total once, with its last mini-batch.
 """
 
 import itertools
@@ -147,8 +147,8 @@ class StepMetrics:
     def _warn_of_torn_groups(self, total: Mapping[str, float], num_torn: int, forward_only: bool) -> None:
         """Says once, after the first step that shares, which prompts the trainer put into several mini-batches.
 
-        What that costs follows from the log-probs of the same rows, which saw their prompts whole. Bypass mode has no
-        log-probs, and then the cost is not said.
+        What that costs follows from the last log-probs of the same rows, which saw their prompts whole. Without any, as
+        in bypass mode without ref, the cost is not said.
         """
         if forward_only:
             self._log_prob_total = total

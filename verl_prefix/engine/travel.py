@@ -91,7 +91,7 @@ class Travel:
                 agreed.maximum("num_rows", len(own))
                 agreed.maximum("cut_before", tree_rule.cut_before)
                 agreed.same("layout", self._codec.layout)
-            # Ranks differ in it after a batch whose rows stayed.
+            # After a batch whose rows stayed ranks may differ in it.
             tree_rule = tree_rule._replace(cut_before=bool(agreed["cut_before"]))
             compatible = agreed.is_same("layout")
             if not compatible:

@@ -246,9 +246,9 @@ def _falling_loss(
 
 
 def _num_perturbed(num_rows: int, checked: int) -> int:
-    """How many stock passes measure rounding: one to three. The three passes that are compared (stock, packed, phased)
-    take about as long as two of these, and all together about an eighth of an update of a rank's rows. Where ours is
-    off, `compare` runs more."""
+    """How many stock passes measure rounding: one to three, so that a check takes about an eighth of an update of this
+    rank's rows. Stock, packed and phased, which are compared, cost about two of these. Where ours is off, `compare`
+    runs more."""
     return min(3, max(1, num_rows // (8 * checked) - 2))
 
 
