@@ -75,6 +75,7 @@ OmegaConf.register_new_resolver("verl_prefix.engine_of", _engine_of, replace=Tru
 OmegaConf.register_new_resolver("verl_prefix.keeps_prompts", _keeps_prompts, replace=True)
 
 # The platform must be registered before any verl module resolves it at import.
+import verl_prefix.cpu.platform  # noqa: E402, F401
 from verl_prefix.cpu import FOLLOWING  # noqa: E402
 
 sys.meta_path.insert(0, FollowingFinder({"verl.trainer.ppo.v1": "verl_prefix.trainer.prefix_sync"} | FOLLOWING))

@@ -64,7 +64,7 @@ def test_without_the_variable_only_the_name_is_registered(answer) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", ["verl", "verl_prefix.cpu", pytest.param("verl_prefix.cpu.engine", marks=pytest.mark.more)]
+    "first", ["verl", "verl_prefix.cpu.platform", pytest.param("verl_prefix.cpu.engine", marks=pytest.mark.more)]
 )
 def test_the_variable_selects_engine_rollout_threads_and_vllms_memory(answer, first: str) -> None:
     """Whatever is imported first: verl imports the plugin, and the plugin the platform, which imports verl."""

