@@ -13,6 +13,7 @@ WRONG = {
     "tree_search --threads 0": "argument --threads: '0': give a number of 1 or more",
     "tree_search --model /none": "argument --model: /none has no config.json; name a model's folder, or",
     "tree_search --model .": "argument --model: . has no config.json",
+    "shared_prefix_step --model nope": "argument --model: nope cannot be read here (",
     "shared_prefix_step --group 1": "argument --group: '1': give a number of 2 or more",
     "shared_prefix_step --wave-tokens 0": "argument --wave-tokens: '0': give a number of 1 or more",
     "shared_prefix_step --device cuda": "--device cuda: torch.cuda.is_available() is False; use --device cpu",

@@ -70,9 +70,16 @@ def file_to_read(text: str) -> Path:
 
 
 def model_to_read(text: str) -> str:
-    """Reader of a model's folder, or of its name on the hub, which is not asked yet."""
+    """Reader of a model's folder, or of its name on the hub, which is asked for the config."""
     if not Path(text, "config.json").is_file() and (Path(text).is_dir() or not HUB_NAME.fullmatch(text)):
         raise argparse.ArgumentTypeError(f"{text} has no config.json; name a model's folder, or a model of the hub")
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(text)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text} cannot be read here ({reason}); name a model's folder") from error
     return text
 
 
