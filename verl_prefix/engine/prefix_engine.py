@@ -2,8 +2,8 @@
 
 verl hands the engine a rank's whole mini-batch. The stock path cuts it into micro-batches of rows. Ours groups the
 rows, plans passes over groups (`core.planning`), runs them (`core.runner`) and computes log-probs, entropy and loss
-of each pass with verl's own functions, on those tokens alone whose outputs rows read. What differs from engine to
-engine of verl is its backend's.
+of each pass with verl's own functions, on those tokens alone whose outputs rows read. README.md has the steps in their
+order. What differs from engine to engine of verl is its backend's.
 """
 
 import functools
