@@ -517,8 +517,9 @@ CHECKED += ["cp2_full", "cp2_ep2_mla", "cp2_overlap", "cp2_plain_optimizer"]
 )
 def test_the_self_check_compares_with_megatrons_path(models, ranks, which, dtype):
     for found in ranks(2, models)(_checked, which, dtype):
-        assert found["prefix/verify_log_probs"] <= 3 and found["prefix/verify_attention"] <= 2
-        # Of so few tokens in bf16 outputs can be equal to the bit, of weights gradients not.
+        log_probs, attention = found["prefix/verify_log_probs"], found["prefix/verify_attention"]
+        # Of so few tokens in bf16 outputs can be equal to the bit; gradients of weights are not.
+        assert log_probs <= 3 and attention <= 2 and (dtype == "bfloat16" or min(log_probs, attention) > 0)
         assert 0 < found["prefix/verify_gradients"] <= 8
 
 

@@ -246,8 +246,9 @@ def _checked(models: dict, name: str, half: bool) -> dict[str, float]:
 @pytest.mark.parametrize("name", ["phased", "ep2_packed", "ep2_phased", "sp2_phased", "sp2_ep2_phased"])
 def test_the_self_check_compares_with_veomnis_path(models, ranks, name, half):
     for found in ranks(2, models)(_checked, name, half):
-        assert found["prefix/verify_log_probs"] <= 3 and found["prefix/verify_attention"] <= 2
-        # Of so few tokens in bf16 outputs can be equal to the bit, of weights gradients not.
+        log_probs, attention = found["prefix/verify_log_probs"], found["prefix/verify_attention"]
+        # Of so few tokens in bf16 outputs can be equal to the bit; gradients of weights are not.
+        assert log_probs <= 3 and attention <= 2 and (half or min(log_probs, attention) > 0)
         assert 0 < found["prefix/verify_gradients"] <= 3
 
 

@@ -71,9 +71,10 @@ class PassResults:
             micro_batch = select_rows(micro_batch, seen)
             unbound = {name: values.unbind() for name, values in model_output.items()}
             read = {name: tu.nested_tensor_from_tensor_list([x[i] for i in seen]) for name, x in unbound.items()}
-        loss, metrics, has_metrics = outputs.new_zeros(()), dict[str, Any](), False
         if with_loss or self._loss.function is None:
             loss, metrics, has_metrics = self._loss(read, micro_batch, self._backend.ranks.data)
+        else:
+            loss, metrics, has_metrics = outputs.new_zeros(()), {}, False
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
         values = [loss.detach(), outputs, *self._loss.floats(micro_batch).values()]
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
@@ -87,7 +88,7 @@ class PassResults:
 
         No pass computes idle groups. They get a step if somebody wants their outputs, or if this rank has no other row,
         since every rank must report the same metrics, and equally many values of each (`even_out`). Only in the latter
-        case they get a loss: of no token it may be NaN, which counts as finite, or the function may raise.
+        case a loss function is called: of no token it may return NaN, which counts as finite, or raise.
         """
         if plan.idle_groups and (self.returns_outputs or not self._results):
             alone = not self._results

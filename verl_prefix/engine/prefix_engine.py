@@ -88,9 +88,7 @@ class PrefixEngine:
             computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
         computed = self._with_loss_fields(computed)
         if not forward_only or self.backend.has_no_updates:
-            budget = batch.budget(
-                groups
-            )  # by the flags that verl set; `_with_loss_fields` has changed those of `computed`
+            budget = batch.budget(groups)  # by the flags that verl set: those of `computed` are changed
             metrics |= self._verification.check(computed, groups, budget, plan, loss)
         if why := self._verification.failure:
             return self._take_stock_path(batch, loss, forward_only, why, metrics)
