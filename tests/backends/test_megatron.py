@@ -26,8 +26,8 @@ pytest.importorskip("megatron.core")
 
 from megatron_engines import MODELS, engine, errors_of, measure, together, write_megatron_model  # noqa: E402
 
-from verl_prefix.core.layout import Layout  # noqa: E402
 from verl_prefix.core.plan import PackedPass  # noqa: E402
+from verl_prefix.models import mcore  # noqa: E402
 from verl_prefix.versions import package_versions  # noqa: E402
 
 PACKED, PHASED = {"schedule": "packed"}, {"schedule": "phased", "wave_tokens": 20}
@@ -599,7 +599,7 @@ def gradients_finalized_twice(patch):
 
 
 def prefix_counted_once(patch):
-    patch.setattr(Layout, "multiplicity", property(lambda self: torch.ones(self.num_tokens, dtype=torch.int64)))
+    patch.setattr(mcore, "multiplicity", lambda layout, shards: torch.ones(layout.num_tokens, dtype=torch.int64))
 
 
 def _broken(models: dict, which: str, sabotage: Callable) -> float:

@@ -26,6 +26,7 @@ from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.planning import make_plan
 from verl_prefix.core.trees import Hashes, cuts_at, group_trees, mix_rows
+from verl_prefix.models.experts import multiplicity
 
 PIECES = dict(schedule="phased", budget=50, wave_tokens=12, nests=False)
 RUNS = {
@@ -143,13 +144,13 @@ def test_trees_equal_hf(family, rows, float64_inside, table):  # noqa: F811
 
 def labels_of_the_strand_s_row(patch):
     """A row reads the outputs of strands as if it were the row that they were taken from, one token off."""
-    made = layout_module._output_index
+    made = layout_module.index_outputs
 
-    def off(*args):
-        reads = made(*args)
+    def off(*args, **named):
+        reads = made(*args, **named)
         return reads and reads._replace(levels=reads.levels.roll(1), tokens=reads.tokens.roll(1))
 
-    patch.setattr(layout_module, "_output_index", off)
+    patch.setattr(layout_module, "index_outputs", off)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_every_row_is_whole_and_cut_at_its_own_places_alone(rows, seed, budget):
     assert sorted(row for group in groups for row in group.rows) == [*range(len(whole))]
     plan = make_plan(groups, budget, "packed")
     for one in plan.passes:
-        counted = layout_module.build_layout(one.groups, offsets).multiplicity.sum()
+        counted = multiplicity(layout_module.build_layout(one.groups, offsets)).sum()
         assert counted == sum(group.num_logical_tokens for group in one.groups)
     for group in [*groups, *(group for one in plan.passes for group in one.groups)]:
         assert group.num_own_strand_tokens == sum(strand.end - strand.start for strand in group.strands)

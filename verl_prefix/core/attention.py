@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl_prefix.core.calls import AttentionParams
+from verl_prefix.core.calls import AttentionParams, Call
 from verl_prefix.core.kernels import Kernel, choose_kernel
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, PrefixCache, add_at, ran_twice
@@ -210,31 +210,51 @@ class GroupedAttention(torch.autograd.Function):
         calls = layout.calls(params, q.device)
         all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
         dout = dout.contiguous()
-        own = [prefix.grad_at for call in calls for prefix in call.prefixes if prefix.level == len(caches)]
-        add_up = len(own) > 1 or any(isinstance(at, torch.Tensor) for at in own)  # else each is in one call
         for call in calls:
             at, keys, values = call.queries, call.keys(all_k), call.keys(all_v)
             dq_call, dk_call, dv_call = kernel.backward(dout[at], (q[at], keys, values, out[at], lse[:, at]), call)
             if call is calls[0]:
                 dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]
-                # Gradients of strands from several calls add up in fp32, as those of waves in the grad cache, and are
-                # written back below. From one call they need no copy: `sums` are then views of dk and dv.
-                wide = torch.promote_types(dk.dtype, torch.float32) if add_up else dk.dtype
-                strands = slice(layout.num_strand_tokens)  # the first tokens of the packed row
-                sums = [x[strands].to(wide) for x in (dk, dv)]
+                of_strands = _StrandGradients(dk, dv, layout, calls)
             else:
                 dq[at] += dq_call
             for prefix in call.prefixes:
                 grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
-                if prefix.level == len(caches):  # this packed row; other levels have left autograd
-                    for total, grad in zip(sums, grads, strict=True):
-                        add_at(total, prefix.grad_at, grad)
+                if prefix.level == layout.level:  # this packed row; other levels have left autograd
+                    of_strands.add(prefix.grad_at, *grads)
                 elif ctx.needs_input_grad[-1]:  # of the anchor: is anything before it trained?
                     caches[prefix.level].add_grad(layer, prefix.grad_at, *grads)
-        if add_up:
-            dk[strands], dv[strands] = sums
+        of_strands.write_back()
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
             dsinks = -(share * (dout * out).sum(-1, dtype=lse.dtype).transpose(0, 1)).sum(-1).to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None, None, None, None, None, None
+
+
+class _StrandGradients:
+    """Gradients of keys and values of a packed row's own strands, which cross calls add to those of the causal call.
+
+    Several calls add up in fp32, as waves do in the grad cache. One call needs no copy.
+
+    Args:
+        dk, dv: [T, K, D], of the causal call.
+    """
+
+    def __init__(self, dk: torch.Tensor, dv: torch.Tensor, layout: Layout, calls: Sequence[Call]) -> None:
+        read = [prefix.grad_at for call in calls for prefix in call.prefixes if prefix.level == layout.level]
+        adds_up = len(read) > 1 or any(isinstance(at, torch.Tensor) for at in read)
+        wide = torch.promote_types(dk.dtype, torch.float32) if adds_up else dk.dtype
+        self._of_row = [x[: layout.num_strand_tokens] for x in (dk, dv)]  # strands are its first tokens
+        self._sums = [x.to(wide) for x in self._of_row]
+
+    def add(self, at: slice | torch.Tensor, *grads: torch.Tensor) -> None:
+        """Adds the gradients of a call, of the strands' tokens `at`."""
+        for total, grad in zip(self._sums, grads, strict=True):
+            add_at(total, at, grad)
+
+    def write_back(self) -> None:
+        """Writes what has added up into `dk` and `dv`."""
+        for of_row, total in zip(self._of_row, self._sums, strict=True):
+            if total is not of_row:
+                of_row.copy_(total)

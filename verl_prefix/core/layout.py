@@ -1,4 +1,4 @@
-"""Groups -> one packed row: first all strands, then all suffixes; and its outputs -> rows.
+"""Groups -> one packed row: first all strands, then all suffixes.
 
     packed row    [ P of group 0 | P of group 1 | ... | S S S of group 0 | S S of group 1 | ... ]
     causal call   every segment (a strand or a suffix) reads itself
@@ -17,32 +17,19 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from verl_prefix.core.calls import AttentionParams, Call, built_once, calls_of
 from verl_prefix.core.groups import Fork, Group
-from verl_prefix.core.runs import Path, Segment, end_of, last_of, len_of, part_of, ranges
+from verl_prefix.core.output_index import OutputIndex, RowReads, index_outputs
+from verl_prefix.core.runs import Path, Segment, end_of, ranges
 from verl_prefix.core.states import StateIndex
 
 # What a packed row has: strands and suffixes; strands alone; or ("phase_b") suffixes alone, which is a wave. Times and
 # errors name it. A nested pass that also computes strands is "packed", though it runs in phase B.
 Phase = Literal["packed", "phase_a", "phase_b"]
-
-
-class OutputIndex(NamedTuple):
-    """Where the outputs that rows read are computed: one for each response token, or fewer after `Layout.with_outputs`.
-
-    Attributes:
-        places: [n] int64, the place in the batch of each output.
-        levels: [n] int64, the level of the prefix source whose packed row computes each.
-        tokens: [n] int64, the token of that packed row that computes each.
-    """
-
-    places: torch.Tensor
-    levels: torch.Tensor
-    tokens: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +77,11 @@ class Layout:
         and itself."""
         return (*(self.outer.levels if self.outer else ()), self)
 
+    @property
+    def level(self) -> int:
+        """The level of this packed row itself, which is the last one."""
+        return len(self.level_starts) - 1
+
     @functools.cached_property
     def level_starts(self) -> tuple[int, ...]:
         """The first token of each level in the prefix source."""
@@ -99,20 +91,6 @@ class Layout:
     def own_start(self) -> int:
         """Where this packed row's own strands begin in the prefix source."""
         return self.level_starts[-1]
-
-    @property
-    def multiplicity(self) -> torch.Tensor:
-        """[T] int64: how many rows with outputs contain each token; 0 in a dummy."""
-        counts = []
-        for group in self.groups:
-            steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]
-            for fork, num_outputs in zip(group.forks, group.output_lens, strict=True):
-                for strand, start, end in group.strands_before(fork) if num_outputs else ():
-                    steps[strand][0] += 1
-                    steps[strand][end - start] -= 1
-            counts += [step.cumsum(0)[:-1] for step in steps[group.num_outer :]]
-        of_suffixes = torch.full((self.num_tokens - self.num_strand_tokens,), int(bool(self.groups)))
-        return torch.cat([*counts, of_suffixes])
 
     @functools.cached_property
     def states(self) -> StateIndex:
@@ -132,22 +110,19 @@ class Layout:
         if self.output_index is None:
             return torch.arange(self.num_strand_tokens, self.num_tokens)
         _, levels, tokens = self.output_index
-        own: torch.Tensor = tokens[levels == len(self.level_starts) - 1].unique()
+        own: torch.Tensor = tokens[levels == self.level].unique()
         return own
 
     def with_outputs(self, is_read: torch.Tensor) -> "Layout":
         """The layout that reads only outputs of the batch's tokens `is_read` [N] (bool). One output of this packed row
         always stays, since a backward needs a start. A layout without outputs stays as it is."""
-        own_level, index = len(self.level_starts) - 1, self.output_index
+        index = self.output_index
         if index is None:
             tokens = torch.arange(self.num_strand_tokens, self.num_tokens)
             if not self.groups or not len(tokens):
                 return self
-            index = OutputIndex(self.places[tokens], torch.full_like(tokens, own_level), tokens)
-        chosen, is_own = is_read[index.places], index.levels == own_level
-        if not (chosen & is_own).any():
-            chosen[is_own.nonzero()[0]] = True
-        return replace(self, output_index=OutputIndex(*(x[chosen] for x in index)))
+            index = OutputIndex(self.places[tokens], torch.full_like(tokens, self.level), tokens)
+        return replace(self, output_index=index.only(is_read, self.level))
 
     def calls(self, params: AttentionParams, device: torch.device) -> tuple[Call, ...]:
         """A layer's kernel calls, the first over all queries; built once for all layers of the same `params`."""
@@ -190,7 +165,7 @@ def build_layout(
         columns = zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, group.output_lens, strict=True)
         for row, fork, suffix_len, first_output, num_outputs in columns:
             first = int(offsets[row])
-            rows.append(_Read(first + first_output, num_outputs, suffix_len, paths[fork]))
+            rows.append(RowReads(first + first_output, num_outputs, suffix_len, paths[fork]))
             if suffix_len:
                 suffixes.append((first + fork.start, Segment(suffix_len, paths[fork])))
     computed = [*strands, *(suffixes if phase != "phase_a" else ())]
@@ -208,7 +183,8 @@ def build_layout(
         num_strands=len(strands),
         phase=phase,
     )
-    return replace(layout, output_index=_output_index(rows, layout))
+    index = index_outputs(rows, layout.level_starts, layout.num_strand_tokens, has_suffixes=phase != "phase_a")
+    return replace(layout, output_index=index)
 
 
 def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
@@ -224,38 +200,3 @@ def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
             path.append((starts[strand], length))
         paths[fork] = tuple(reversed(path))
     return paths
-
-
-class _Read(NamedTuple):
-    """What a row reads: `place` in the batch of its first output, and how many; `path` is before its suffix."""
-
-    place: int
-    num_outputs: int
-    suffix_len: int
-    path: Path
-
-
-def _output_index(rows: Sequence[_Read], layout: Layout) -> OutputIndex | None:
-    """The outputs that rows read; None where they read the outputs of all suffix tokens, or nothing. A phase A reads
-    only outputs that it computes."""
-    if all(row.num_outputs == row.suffix_len for row in rows):
-        return None
-    # Suffixes are numbered as if they followed all strands in the prefix source. So path and suffix hold all of a row's
-    # tokens in one numbering, and the last of these compute its outputs. Such a number less the start of its level is
-    # the token's index in its packed row.
-    suffix_start = layout.own_start + layout.num_strand_tokens
-    places, tokens = [], []
-    for place, num_outputs, suffix_len, path in rows:
-        num_read = num_outputs
-        if layout.phase == "phase_a":
-            of_strands = max(num_outputs - suffix_len, 0)
-            num_read = min(of_strands, len_of(part_of(path, layout.own_start)))
-            place += of_strands - num_read
-        else:
-            path = (*path, (suffix_start, suffix_len))
-            suffix_start += suffix_len
-        tokens.append(ranges(last_of(path, num_read)))
-        places.append(torch.arange(place, place + num_read))
-    of_source, starts = torch.cat(tokens), torch.tensor(layout.level_starts)
-    levels = torch.searchsorted(starts, of_source, right=True) - 1
-    return OutputIndex(torch.cat(places), levels, of_source - starts[levels]) if len(of_source) else None

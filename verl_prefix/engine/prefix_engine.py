@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -27,7 +27,7 @@ from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import pad_to_same_passes
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.carried_pixels import receive_pixels
-from verl_prefix.engine.exchange import open_exchange
+from verl_prefix.engine.exchange import Exchange, open_exchange
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss, LossFunction, same_sums
@@ -45,6 +45,20 @@ from verl_prefix.trace.writer import TraceWriter, open_trace
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
+
+
+class _SharedPath(NamedTuple):
+    """How a batch is computed that shares.
+
+    Attributes:
+        exchange: brings outputs back to where their rows came from.
+        rows: those that this rank computes, with what their loss needs.
+        plan: of the groups of these rows.
+    """
+
+    exchange: Exchange
+    rows: BatchRows
+    plan: Plan
 
 
 class PrefixEngine:
@@ -70,33 +84,59 @@ class PrefixEngine:
             data = self._with_routes(data, forward_only)
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         batch, loss = BatchRows(data), Loss(loss_function)
+        path, metrics = self._decide(batch, loss, forward_only)
+        if isinstance(path, WhyStock):
+            output, of_path = self._take_stock_path(path, batch, loss, forward_only)
+        else:
+            output, of_path = self._take_shared_path(path, loss, forward_only)
+        reported = self._step_metrics.report(metrics | of_path, batch, forward_only)
+        output.setdefault("metrics", {}).update(reported)
+        return output
+
+    def _decide(
+        self, batch: BatchRows, loss: Loss, forward_only: bool
+    ) -> tuple[_SharedPath | WhyStock, dict[str, float]]:
+        """Decides how a batch is computed; returns that, and metrics. Towards the shared path its rows travel, and a
+        few of them are checked where a check is due."""
         if why := self._paths.why_stock(batch, loss) or self._verification.failure:
-            return self._take_stock_path(batch, loss, forward_only, why, {})
+            return why, {}
         loss.warn_of_zeros()
-        if loss_function is None:  # log-probs alone, for which no teacher travels
-            batch = batch.with_data(data.exclude(*TEACHER))
+        if loss.function is None:  # log-probs alone, for which no teacher travels
+            batch = batch.with_data(batch.data.exclude(*TEACHER))
         leaves_out = self.prefix_config.skip_zero_advantage and not forward_only
         exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss, leaves_out)
-        computed, groups = exchange.computed, exchange.groups
+        rows, groups = exchange.computed, exchange.groups
         metrics = self._step_metrics.count_rows(exchange, self.tree_rule, forward_only)
         self.tree_rule = exchange.tree_rule
-        plan, of_plan = self._paths.plan(batch, groups, forward_only, computed.dead, self._computes_ref)
+        plan, of_plan = self._paths.plan(batch, groups, forward_only, rows.dead, self._computes_ref)
         metrics |= of_plan | exchange.metrics
         if isinstance(plan, WhyStock):
-            return self._take_stock_path(batch, loss, forward_only, plan, metrics)
+            return plan, metrics
         with together("checking rows"):
-            computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
-        computed = self._with_loss_fields(computed)
+            rows.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
+        rows = self._with_loss_fields(rows)
         if not forward_only or self.backend.has_no_updates:
-            budget = batch.budget(groups)  # by the flags that verl set: those of `computed` are changed
-            metrics |= self._verification.check(computed, groups, budget, plan, loss)
-        if why := self._verification.failure:
-            return self._take_stock_path(batch, loss, forward_only, why, metrics)
-        output, of_passes = self._choose_memory_and_run(computed, groups, plan, loss, forward_only)
-        output["model_output"] = exchange.give_back(output["model_output"])
-        metrics |= of_passes | exchange.metrics  # of both ways
-        output["metrics"] |= self._step_metrics.report(metrics, batch, forward_only)
-        return output
+            budget = batch.budget(groups)  # by the flags that verl set: those of `rows` are changed
+            metrics |= self._verification.check(rows, groups, budget, plan, loss)
+        return self._verification.failure or _SharedPath(exchange, rows, plan), metrics
+
+    def _take_shared_path(
+        self, path: _SharedPath, loss: Loss, forward_only: bool
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Runs a batch's plan; returns verl's output of the batch, and metrics."""
+        output, metrics = self._choose_memory_and_run(path.rows, path.exchange.groups, path.plan, loss, forward_only)
+        output["model_output"] = path.exchange.give_back(output["model_output"])
+        return output, metrics | path.exchange.metrics  # of both ways
+
+    def _take_stock_path(
+        self, why: WhyStock, batch: BatchRows, loss: Loss, forward_only: bool
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Computes a batch on the stock path; returns verl's output of it, and metrics."""
+        warn_once(logger, "prefix: stock path, %s", why.reason)
+        with together("receiving pixels"):
+            data = receive_pixels(batch.data)
+        output = self.backend.run_stock_path(data, loss.for_stock(), forward_only)
+        return output, {"prefix/stock_rows": batch.num_real}
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
         """Returns the batch with the routes that it replays. Log-probs of R2 replay none and get the flag `RECORDS`:
@@ -128,18 +168,6 @@ class PrefixEngine:
         update follows what is decided of ref's passes."""
         with super().disable_adapter(), replaced(self, "_computes_ref", True):  # type: ignore[misc]
             yield
-
-    def _take_stock_path(
-        self, batch: BatchRows, loss: Loss, forward_only: bool, why: WhyStock, metrics: dict[str, float]
-    ) -> dict[str, Any]:
-        """Computes a batch on the stock path. metrics: of the batch so far."""
-        warn_once(logger, "prefix: stock path, %s", why.reason)
-        with together("receiving pixels"):
-            data = receive_pixels(batch.data)
-        output = self.backend.run_stock_path(data, loss.for_stock(), forward_only)
-        metrics = metrics | {"prefix/stock_rows": batch.num_real}
-        output.setdefault("metrics", {}).update(self._step_metrics.report(metrics, batch, forward_only))
-        return output
 
     def _with_loss_fields(self, rows: BatchRows) -> BatchRows:
         """Returns the rows with what verl's forward_backward_batch adds to a batch for the loss, and with

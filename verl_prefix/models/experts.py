@@ -9,7 +9,25 @@ import torch
 from transformers import PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.layout import Layout
 from verl_prefix.core.runs import on_device
+from verl_prefix.core.sequence_parallel import Shards
+
+
+def multiplicity(layout: Layout, shards: Shards | None = None) -> torch.Tensor:
+    """[T] int64: how many rows with outputs contain each token of a packed row, or of this rank's `shards` of it; 0 in
+    a dummy."""
+    counts = []
+    for group in layout.groups:
+        steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]
+        for fork, num_outputs in zip(group.forks, group.output_lens, strict=True):
+            for strand, start, end in group.strands_before(fork) if num_outputs else ():
+                steps[strand][0] += 1
+                steps[strand][end - start] -= 1
+        counts += [step.cumsum(0)[:-1] for step in steps[group.num_outer :]]
+    of_suffixes = torch.full((layout.num_tokens - layout.num_strand_tokens,), int(bool(layout.groups)))
+    found = torch.cat([*counts, of_suffixes])
+    return found if shards is None else shards.own(found)
 
 
 class ExpertLoads:
@@ -76,21 +94,18 @@ class CountedRouters(ExpertLoads):
         """Context of a forward on `device`, whose tokens count as often as the logical batch has them."""
         with ExitStack() as hooks:
             if self._routers and torch.is_grad_enabled():
-                multiplicity, shards = attention_pass.layout.multiplicity, attention_pass.shards
-                multiplicity = on_device(multiplicity if shards is None else shards.own(multiplicity), device)
+                weights = on_device(multiplicity(attention_pass.layout, attention_pass.shards), device)
                 for layer, router in enumerate(self._routers):
-                    hook = functools.partial(self._count, layer, multiplicity)
+                    hook = functools.partial(self._count, layer, weights)
                     hooks.callback(router.register_forward_hook(hook).remove)
             yield
 
-    def _count(
-        self, layer: int, multiplicity: torch.Tensor, router: torch.nn.Module, args: object, output: object
-    ) -> None:
+    def _count(self, layer: int, weights: torch.Tensor, router: torch.nn.Module, args: object, output: object) -> None:
         found = output if isinstance(output, tuple) else ()
         tensors = [x for x in found if isinstance(x, torch.Tensor) and x.dim() > 1]  # JetMoe's has flat ones, sorted
         chosen = next((x for x in tensors if not x.is_floating_point()), None)
         if chosen is None:
             return
         num_experts = next(x.shape[-1] for x in tensors if x.is_floating_point())
-        counts = multiplicity.new_zeros(num_experts)
-        self.add(layer, counts.index_add_(0, chosen.flatten(), multiplicity.repeat_interleave(chosen.shape[-1])))
+        counts = weights.new_zeros(num_experts)
+        self.add(layer, counts.index_add_(0, chosen.flatten(), weights.repeat_interleave(chosen.shape[-1])))

@@ -32,7 +32,7 @@ from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.forward import HeadFn
 from verl_prefix.core.runs import len_of, on_device
 from verl_prefix.models.advice import WITHOUT_SHARING, advising
-from verl_prefix.models.experts import ExpertLoads
+from verl_prefix.models.experts import ExpertLoads, multiplicity
 from verl_prefix.models.head import ChunkedHead
 from verl_prefix.models.replaced import replaced
 
@@ -153,8 +153,8 @@ class MegatronModel:
         if self._config.sequence_parallel:
             ranks = self._config.tensor_model_parallel_size
         more = -len(position_ids) % ranks
-        multiplicity = layout.multiplicity if shards is None else shards.own(layout.multiplicity)
-        weights, routes = torch.nn.functional.pad(multiplicity, (0, more)).float(), attention_pass.routes
+        weights = torch.nn.functional.pad(multiplicity(layout, shards), (0, more)).float()
+        routes = attention_pass.routes
         if ranks > 1:
             rank = parallel_state.get_tensor_model_parallel_rank()
             weights = weights.chunk(ranks)[rank]

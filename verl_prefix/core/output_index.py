@@ -1,0 +1,77 @@
+"""Which outputs rows read, and where each is computed: in a suffix, or in deeper trees also in a strand."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from verl_prefix.core.runs import Path, last_of, len_of, part_of, ranges
+
+
+class OutputIndex(NamedTuple):
+    """Where the outputs that rows read are computed: one for each response token, or fewer after `only`.
+
+    Attributes:
+        places: [n] int64, the place in the batch of each output.
+        levels: [n] int64, the level of the prefix source whose packed row computes each.
+        tokens: [n] int64, the token of that packed row that computes each.
+    """
+
+    places: torch.Tensor
+    levels: torch.Tensor
+    tokens: torch.Tensor
+
+    def only(self, is_read: torch.Tensor, level: int) -> "OutputIndex":
+        """The outputs of the batch's tokens `is_read` [N] (bool), and in any case one that `level` computes."""
+        chosen, is_own = is_read[self.places], self.levels == level
+        if not (chosen & is_own).any():
+            chosen[is_own.nonzero()[0]] = True
+        return OutputIndex(*(x[chosen] for x in self))
+
+
+class RowReads(NamedTuple):
+    """Which outputs a row reads: `num_outputs` of neighbouring tokens, the first of which has this `place` in the
+    batch. Its suffix has `suffix_len` tokens, which follow `path`."""
+
+    place: int
+    num_outputs: int
+    suffix_len: int
+    path: Path
+
+
+def index_outputs(
+    rows: Sequence[RowReads], level_starts: Sequence[int], num_strand_tokens: int, has_suffixes: bool
+) -> OutputIndex | None:
+    """Finds where the outputs that rows read are computed. A packed row without suffixes reads only outputs that it
+    computes itself.
+
+    Args:
+        rows: all rows of a packed row, in the order of their suffixes there.
+        level_starts: as of `Layout`, whose packed row is the last level.
+        num_strand_tokens: of the packed row.
+
+    Returns:
+        None where rows read the outputs of all suffix tokens and no others, or nothing.
+    """
+    if all(row.num_outputs == row.suffix_len for row in rows):
+        return None
+    # Suffixes are numbered as if they followed all strands in the prefix source. So path and suffix hold all of a row's
+    # tokens in one numbering, and the last of these compute its outputs. Such a number less the start of its level is
+    # the token's index in its packed row.
+    own_start = level_starts[-1]
+    suffix_start = own_start + num_strand_tokens
+    places, tokens = [], []
+    for place, num_outputs, suffix_len, path in rows:
+        num_read = num_outputs
+        if has_suffixes:
+            path = (*path, (suffix_start, suffix_len))
+            suffix_start += suffix_len
+        else:
+            of_strands = max(num_outputs - suffix_len, 0)
+            num_read = min(of_strands, len_of(part_of(path, own_start)))
+            place += of_strands - num_read
+        tokens.append(ranges(last_of(path, num_read)))
+        places.append(torch.arange(place, place + num_read))
+    of_source, starts = torch.cat(tokens), torch.tensor(level_starts)
+    levels = torch.searchsorted(starts, of_source, right=True) - 1
+    return OutputIndex(torch.cat(places), levels, of_source - starts[levels]) if len(of_source) else None
