@@ -9,11 +9,19 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+from verl_prefix.core.bins import first_fit
 from verl_prefix.core.calls import AttentionParams, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
-from verl_prefix.core.layout import build_layout, live_in_pass_order
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, first_fit, most_outputs
-from verl_prefix.core.planning import leaves_room, limit_waves, make_plan, make_waves, pad_to_same_passes
+from verl_prefix.core.layout import build_layout
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, most_outputs
+from verl_prefix.core.planning import (
+    leaves_room,
+    limit_waves,
+    live_in_pass_order,
+    make_plan,
+    make_waves,
+    pad_to_same_passes,
+)
 from verl_prefix.core.prefix_cache import add_at
 from verl_prefix.core.runs import Segment
 from verl_prefix.core.trees import group_trees
@@ -199,8 +207,8 @@ def keys_read(layout, window, prefix_place):
     found = {query: [] for query in range(layout.num_tokens)}
     for call in layout.calls(AttentionParams(1.0, window), CPU):
         keys = torch.full((call.spans.k[-1],), -1)
-        if call.own is not None:
-            keys[call.own] = layout.places
+        if call.own_at is not None:
+            keys[call.own_at] = layout.places
         levels = [*prefix_place.tensor_split(layout.level_starts[1:])]
         if layout.outer:
             levels[-1] = layout.places

@@ -221,7 +221,7 @@ def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone,
         for chosen in (suffix, suffix[::3], suffix[-1:], torch.tensor([layout.num_tokens - 1])):
             if not len(chosen):
                 continue
-            kept = [one.head_tokens(chosen) for one in shards]
+            kept = [one.spread_head(chosen) for one in shards]
             assert len({len(own) for own, _ in kept}) == 1
             assert all(len(own.unique()) == len(own) for own, _ in kept), "what is put back twice has two gradients"
             gathered = torch.cat([x[mine] for x, (mine, _) in zip(tokens, kept, strict=True)])

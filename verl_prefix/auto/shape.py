@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from verl_prefix.core.bins import first_fit
 from verl_prefix.core.groups import Group
-from verl_prefix.core.plan import PackedPass, Plan, first_fit
+from verl_prefix.core.plan import PackedPass, Plan
 from verl_prefix.models.last_layer import head_only
 from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, Mixer, mixer_of
 from verl_prefix.models.support import layer_window

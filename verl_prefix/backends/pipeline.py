@@ -76,7 +76,7 @@ class PipelineRunner(MegatronRunner):
                     groups = [group for micro_batch in micro_batches for group in micro_batch.layout.groups]
                     with ExitStack() as measured:
                         if begun:
-                            measured.enter_context(self.meter.phase_b(device))
+                            measured.enter_context(self.meter.between_a_and_c(device))
                         measured.enter_context(self.meter.phase("phase_b" if begun else "packed", groups, device))
                         self._run_1f1b(tokens, micro_batches)
                     micro_batches.clear()  # and with them the caches that they read

@@ -46,9 +46,9 @@ class AttentionPass:
         shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
         head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
         routes: [n, layers, k] int16: the experts that each of this rank's tokens goes to in each of the model's layers.
-            Where an entry is no record, the router chooses and writes its choice there. No record is an entry that does
-            not name k different experts; on Megatron, one with negative numbers. None: routers choose, and nothing is
-            written.
+            An entry that names k different experts is used. Any other is filled in: the router chooses, and writes its
+            choice there. (On Megatron any entry with a negative number is filled in.) None: routers choose, and
+            nothing is written.
         kept: attention outputs that wait for backward; None: they are not kept.
         num_calls: number of calls of `attend`, and of recurrent layers, which these count themselves
             (`models.recurrent`). Compared before and after a forward, it shows a model that bypasses them.
@@ -214,7 +214,7 @@ class GroupedAttention(torch.autograd.Function):
             at, keys, values = call.queries, call.keys(all_k), call.keys(all_v)
             dq_call, dk_call, dv_call = kernel.backward(dout[at], (q[at], keys, values, out[at], lse[:, at]), call)
             if call is calls[0]:
-                dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]
+                dq, dk, dv = dq_call, dk_call[call.own_at], dv_call[call.own_at]
                 of_strands = _StrandGradients(dk, dv, layout, calls)
             else:
                 dq[at] += dq_call

@@ -66,8 +66,8 @@ class Spans:
 
     @functools.cached_property
     def max_q(self) -> int:
-        """A bound of `lens`, of at least 2: for 1 flash attention decodes by other kernels, and a row's bits would
-        depend on the longest row beside it."""
+        """The queries of the longest span, but at least 2: for 1 query flash attention takes other kernels, made for
+        decoding, whose bits differ."""
         return max(2, *self.lens)
 
     @functools.cached_property
@@ -107,8 +107,8 @@ ALL = slice(None)
 class Call(NamedTuple):
     """One kernel call of a layer: which queries read which keys, and how scores are made.
 
-    By default queries and keys are all tokens of the packed row. Where the chosen tokens have gaps, `queries`, `own`
-    and `prefixes` hold int64 indices instead of slices, and keys are copies instead of views.
+    By default queries and keys are all tokens of the packed row. Where the chosen tokens have gaps, `queries`,
+    `own_at` and `prefixes` hold int64 indices instead of slices, and keys are copies instead of views.
 
     Attributes:
         spans: which of the call's queries read which of its keys.
@@ -117,7 +117,7 @@ class Call(NamedTuple):
         scale, softcap: as in `AttentionParams`.
         window: each query reads only the last `window` keys that `causal` lets it read; None: all of them.
         queries: the packed row's tokens that are the call's queries.
-        own: where all keys of the packed row stand among the call's keys, in their order; None: the call reads one
+        own_at: where all keys of the packed row stand among the call's keys, in their order; None: the call reads one
             level alone, which may be this packed row's own strands (the last one).
         prefixes: what the call reads of each level of the prefix source.
     """
@@ -128,20 +128,20 @@ class Call(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     queries: slice | torch.Tensor = ALL
-    own: slice | torch.Tensor | None = ALL
+    own_at: slice | torch.Tensor | None = ALL
     prefixes: tuple[PrefixKeys, ...] = ()
 
     def keys(self, levels: Sequence[torch.Tensor]) -> torch.Tensor:
         """Keys or values [n, K, D] of the call, of `levels`: [P, K, D] of each phase A around, and last those of the
         packed row itself, [T, K, D]."""
         own = levels[-1]
-        if not self.prefixes:  # then `self.own` is all of them
+        if not self.prefixes:  # then `own_at` is all of them
             return own
-        if self.own is None:
+        if self.own_at is None:
             (prefix,) = self.prefixes
             return levels[prefix.level][prefix.tokens]
         keys = own.new_empty(self.spans.k[-1], *own.shape[1:])
-        keys[self.own] = own
+        keys[self.own_at] = own
         for prefix in self.prefixes:
             keys[prefix.at] = levels[prefix.level][prefix.tokens]
         return keys
@@ -182,12 +182,12 @@ def _causal_call(
     tails = [last_of(s.path, params.seen - 1) if far else () for s, far in zip(segments, is_far, strict=True)]
     key_ends = tuple(accumulate(len_of(tail) + s.length for tail, s in zip(tails, segments, strict=True)))
     spans = Spans((0, *accumulate(s.length for s in segments)), (0, *key_ends))
-    own: slice | torch.Tensor = ALL
+    own_at: slice | torch.Tensor = ALL
     if any(tails):
-        own = token_index([(end - s.length, s.length) for end, s in zip(key_ends, segments, strict=True)], device)
+        own_at = token_index([(end - s.length, s.length) for end, s in zip(key_ends, segments, strict=True)], device)
     window = params.window if any(is_far) else None
     prefixes = keys_of_tails(tails, spans.k, device, level_starts)
-    return Call(spans, True, params.scale, window, params.softcap, own=own, prefixes=prefixes)
+    return Call(spans, True, params.scale, window, params.softcap, own_at=own_at, prefixes=prefixes)
 
 
 def _cross_calls(
@@ -206,11 +206,11 @@ def _cross_calls(
             spans = Spans(q, k, q_segments=(0, *accumulate(n for _, n in segments_read)))
             queries, keys = token_index(segments_read, device), token_index(list(chain(*paths)), device)
             prefixes = (PrefixKeys(ALL, keys, grad_at=keys, level=level),)
-            yield Call(spans, False, params.scale, None, params.softcap, queries, own=None, prefixes=prefixes)
+            yield Call(spans, False, params.scale, None, params.softcap, queries, own_at=None, prefixes=prefixes)
 
 
 def _blocks_of_calls(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-    """Yields the blocks of each cross call: all blocks where their keys are one run, which is not copied. Else
+    """Yields the blocks of each cross call: of all blocks if their keys are one run, since a slice needs no copy. Else
     neighbours share a call, up to `_MAX_COPIED` keys and `_MAX_JOINED` queries; a longer block has one of its own."""
     first = num_keys = num_queries = 0
     if not is_one_run([run for path, _ in blocks for run in path]):

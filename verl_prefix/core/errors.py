@@ -23,7 +23,7 @@ class NoKernel(ValueError):
 
 
 class NoFastKernel(NoKernel):
-    """No attention kernel for a GPU can run a layer's inputs."""
+    """No fast attention kernel for a GPU can run a layer's inputs. The slow `reference` can, where it is asked for."""
 
 
 def add_note(error: BaseException, note: str) -> None:

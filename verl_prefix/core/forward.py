@@ -17,7 +17,7 @@ from verl_prefix.core.sequence_parallel import Shards
 
 # (places of tokens in the batch [n], their logits [n, vocabulary]) -> what the loss needs of each [n, k]: its outputs.
 LogitsFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# The same by which of a forward's `head_tokens` they are, [n], since a model knows no places.
+# As `LogitsFn`, but its first argument [n] counts among the forward's `head_tokens`: a model knows no places.
 HeadFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LOGITS_CHUNK = 4096  # tokens whose logits exist at once, where nobody says otherwise
 _OUTPUTS = "outputs"  # key of the prefix cache: outputs of strand tokens
@@ -146,7 +146,7 @@ class PackedForward:
         with self.context():
             of_logits = self.of_logits if layout.groups else _sum_logits
             outputs = self._run(tokens, layout.head_tokens, attention_pass, of_logits)
-            return PassOutputs(layout, self._read(outputs, layout, outer_caches))
+            return PassOutputs(layout, self._gather_outputs(outputs, layout, outer_caches))
 
     def _attention_pass(
         self, layout: Layout, outer_caches: Sequence[PrefixCache], keeps: bool, own_cache: PrefixCache | None = None
@@ -154,7 +154,7 @@ class PackedForward:
         keeps = keeps and torch.is_grad_enabled()  # for backward
         return self.pass_type(layout, self.kernel, own_cache, outer_caches, keeps)
 
-    def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
+    def _gather_outputs(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
         output, and outputs of phases A around."""
         if self.model.is_early_stage or layout.output_index is None:
@@ -183,19 +183,20 @@ class PackedForward:
         """Runs the model on a packed row; returns outputs of `head_tokens` as of `Model.token_outputs`."""
         device, layout = tokens.input_ids.device, attention_pass.layout
         places, shards = layout.places, None
+        local_head_tokens = head_tokens
         if self.sequence_group is not None:
             shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
             places = layout.places[shards.tokens]
-            head_tokens, gathered_at = shards.head_tokens(head_tokens)
+            local_head_tokens, gathered_at = shards.spread_head(head_tokens)
         if tokens.routes is not None:
             attention_pass.routes = on_device(tokens.routes[places], device)
-        places, head_tokens = on_device(places, device), on_device(head_tokens, device)
-        attention_pass.head_tokens = head_tokens
-        head_places = places[head_tokens]
+        places, local_head_tokens = on_device(places, device), on_device(local_head_tokens, device)
+        attention_pass.head_tokens = local_head_tokens
+        head_places = places[local_head_tokens]
         of_head: HeadFn | None = of_logits and (lambda which, logits: of_logits(head_places[which], logits))
         pixels = tokens.pixels and tokens.pixels.of(layout.groups, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
-            tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=head_tokens,
+            tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=local_head_tokens,
             attention_pass=attention_pass, of_head=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
         if tokens.records and layout.groups:

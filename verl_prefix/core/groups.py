@@ -30,7 +30,7 @@ class Strand(NamedTuple):
     Attributes:
         row: a row that has the strand.
         start, end: the strand's tokens are this row's tokens start to end.
-        parent: index of the strand in which the `start` tokens before it end; -1: there are no such tokens.
+        parent: index of the strand that holds token `start - 1`; -1 where `start` is 0.
     """
 
     row: int
@@ -49,8 +49,8 @@ class Group:
     """Rows of one batch that share tokens: a tree of strands, with the rows' suffixes as its leaves.
 
     `of_prompt` makes a group of one prompt, which has one strand. Deeper trees come from `trees`, with their rows depth
-    first. There a row may have no suffix, since all its tokens are in strands; then the next row that has one begins
-    with the same tokens.
+    first. A row without a suffix has an empty response, or in deeper trees lies in strands; then the next row that has
+    one begins with the same tokens.
 
     Attributes:
         rows: numbers of the rows in the batch.
@@ -88,7 +88,7 @@ class Group:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several rows share tokens that this pass computes."""
+        """Whether several rows, with responses or without, share tokens that this pass computes."""
         return len(self.rows) > 1 and self.num_own_strand_tokens > 0
 
     @property

@@ -27,8 +27,8 @@ from verl_prefix.core.output_index import OutputIndex, RowReads, index_outputs
 from verl_prefix.core.runs import Path, Segment, end_of, ranges
 from verl_prefix.core.states import StateIndex
 
-# What a packed row has: strands and suffixes; strands alone; or ("phase_b") suffixes alone, which is a wave. Times and
-# errors name it. A nested pass that also computes strands is "packed", though it runs in phase B.
+# What a packed row has: strands and suffixes; strands alone; or suffixes alone: a wave, which is "phase_b" in metrics
+# and errors. A nested pass that also computes strands runs in phase B as well, and is "packed".
 Phase = Literal["packed", "phase_a", "phase_b"]
 
 
@@ -61,6 +61,10 @@ class Layout:
     num_strands: int = 0
     phase: Phase = "packed"
     _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
+
+    @property
+    def is_wave(self) -> bool:
+        return self.phase == "phase_b"
 
     @property
     def num_tokens(self) -> int:
@@ -131,18 +135,11 @@ class Layout:
         return self._calls[params, device]
 
 
-def live_in_pass_order(groups: Sequence[Group]) -> list[Group]:
-    """The groups with suffix tokens, those without a prefix last: so the suffixes that read a prefix have no gaps
-    between them, and are one slice."""
-    live = (group for group in groups if group.num_suffix_tokens)
-    return sorted(live, key=lambda group: group.num_own_strand_tokens == 0)
-
-
 def build_layout(
     groups: Sequence[Group], offsets: Sequence[int], phase: Phase = "packed", outer: Layout | None = None
 ) -> Layout:
-    """Builds the packed row of `groups`, best `live_in_pass_order`. Without anything to compute it is a dummy: one
-    token of the batch that reads itself, which keeps a rank's collectives in step.
+    """Builds the packed row of `groups`, best in the order of `planning.live_in_pass_order`. Without anything to
+    compute it is a dummy: one token of the batch that reads itself, which keeps a rank's collectives in step.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).

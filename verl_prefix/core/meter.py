@@ -32,7 +32,7 @@ class Meter:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase so far; reading it waits for the device."""
+        """Seconds so far of each kind of forward, and of phases C; phase_b is waves. Reading waits for the device."""
         seconds: dict[str, float] = {}
         for phase, start, end in self._moments:
             if isinstance(end, torch.cuda.Event):
@@ -51,8 +51,8 @@ class Meter:
         self._moments.append((name, start, _now(device)))
 
     @contextmanager
-    def phase_b(self, device: torch.device) -> Iterator[None]:
-        """Context of all of phase B."""
+    def between_a_and_c(self, device: torch.device) -> Iterator[None]:
+        """Context of all passes between phase A and its phase C."""
         if self.measure_peak:
             torch.cuda.reset_peak_memory_stats(device)
         yield

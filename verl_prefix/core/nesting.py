@@ -14,8 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from verl_prefix.core.bins import even_bins
 from verl_prefix.core.groups import Fork, Group
-from verl_prefix.core.plan import PackedPass, PhasedPass, Wave, first_fit
+from verl_prefix.core.plan import PackedPass, PhasedPass, Wave
 from verl_prefix.core.split_group import SplitGroup
 
 _MOST_TRIED = 8  # phases A of each kind that are tried for one stretch
@@ -255,7 +256,7 @@ class Nesting:
             if self._cost(way(fewest, -(-tokens // max(fewest, 1)))) >= self._cost(than):
                 return than
         leaves = sorted([*choice.units, *(self._subtrees[i] for i in fit)], key=lambda leaf: leaf.rows)
-        bins = _even_bins(leaves, room)
+        bins = even_bins(leaves, lambda leaf: leaf.tokens, room)
         found = way(len(bins), max((sum(leaf.tokens for leaf in each) for each in bins), default=0), leaves)
         return found if than is None else min(than, found, key=self._cost)
 
@@ -280,7 +281,7 @@ class Nesting:
             rows = {self._group.rows[i] for i in members}
             return split.nested_pass([i for i, row in enumerate(group.rows) if row in rows])
 
-        bins = _even_bins(way.leaves, way.room)
+        bins = even_bins(way.leaves, lambda leaf: leaf.tokens, way.room)
         in_bins = [nested([row for leaf in each for row in leaf.rows]) for each in bins]
         packed = [PackedPass((each,)) if each.num_own_strand_tokens else Wave((each,)) for each in in_bins]
         phased = [self._pass(nested(self._subtrees[number].rows), inner) for number, inner in way.inner]
@@ -294,28 +295,3 @@ def _spread(items: Sequence[int]) -> Sequence[int]:
     if len(items) <= _MOST_TRIED:
         return items
     return [items[i * (len(items) - 1) // (_MOST_TRIED - 1)] for i in range(_MOST_TRIED)]
-
-
-def _bins(leaves: Sequence[_Load], room: int) -> list[list[_Load]]:
-    """Puts leaves into few bins that have room. Neighbours, which read the same path, stay together where that takes no
-    more bins."""
-    bins: list[list[_Load]] = []
-    used = room
-    for leaf in leaves:
-        if used + leaf.tokens > room:
-            bins.append([])
-            used = 0
-        bins[-1].append(leaf)
-        used += leaf.tokens
-    if len(bins) <= max(1, -(-sum(leaf.tokens for leaf in leaves) // max(room, 1))):
-        return bins
-    return min(bins, first_fit(leaves, lambda leaf: leaf.tokens, room), key=len)
-
-
-def _even_bins(leaves: Sequence[_Load], room: int) -> list[list[_Load]]:
-    """Puts leaves into as few bins as `_bins` does, in less room where that is enough."""
-    bins = _bins(leaves, room)
-    even = -(-sum(leaf.tokens for leaf in leaves) // max(len(bins), 1))
-    rooms = (even + (room - even) * i // 4 for i in range(4 if even < room else 0))
-    tried = (_bins(leaves, less) for less in rooms)
-    return next((found for found in tried if len(found) <= len(bins)), bins)

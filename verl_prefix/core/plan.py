@@ -1,13 +1,11 @@
 """What a rank computes of a batch, and in which order: a plan of passes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Phase
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -168,22 +166,3 @@ def most_outputs(plan: Plan) -> int:
         suffixes = (group.num_suffix_tokens for group in planned.groups if isinstance(planned, PackedPass))
         outputs.append(sum(group.num_own_strand_outputs for group in planned.groups) + sum(suffixes))
     return max(outputs, default=0)
-
-
-def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
-    """First-fit decreasing: few bins, each within the budget unless a single item exceeds it."""
-    bins: list[list[Item]] = []
-    used: list[int] = []
-    num_full = 0  # the first bins, which have no room for the smallest item
-    smallest = min(map(size, items), default=0)
-    for item in sorted(items, key=size, reverse=True):
-        needed = size(item)
-        while num_full < len(bins) and used[num_full] + smallest > budget:
-            num_full += 1
-        i = next((i for i in range(num_full, len(bins)) if used[i] + needed <= budget), len(bins))
-        if i == len(bins):
-            bins.append([])
-            used.append(0)
-        bins[i].append(item)
-        used[i] += needed
-    return bins

@@ -1,7 +1,7 @@
 """Makes plans: which groups share a pass, how suffixes fall into waves, and the same counts on every rank.
 
 A budget counts physical tokens: tokens that are computed. All functions here are pure functions of lengths, but for
-`pad_to_same_passes`, which has collectives.
+`pad_to_same_passes` and what it calls, which have collectives.
 """
 
 import math
@@ -11,12 +11,19 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from typing import NamedTuple, TypeVar
 
+from verl_prefix.core.bins import first_fit
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import live_in_pass_order
 from verl_prefix.core.nesting import Nesting
-from verl_prefix.core.plan import PackedPass, Pass, PhasedPass, Plan, Wave, first_fit, packed_and_phased
+from verl_prefix.core.plan import PackedPass, Pass, PhasedPass, Plan, Wave, packed_and_phased
 
 OnePass = TypeVar("OnePass", bound=Pass)
+
+
+def live_in_pass_order(groups: Sequence[Group]) -> list[Group]:
+    """The groups with suffix tokens, those without a prefix last: so the suffixes that read a prefix have no gaps
+    between them, and are one slice."""
+    live = (group for group in groups if group.num_suffix_tokens)
+    return sorted(live, key=lambda group: group.num_own_strand_tokens == 0)
 
 
 def make_plan(
@@ -76,9 +83,9 @@ def _phased_passes(
     for group in groups:
         of_group = _pieces(group, room, suffixes=False)
         nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
-        better = nesting and nesting.better_than(*_one_level(of_group, budget, wave_tokens, offload, least_wave))
-        if better:
-            deep.append(better)
+        nested = nesting and nesting.better_than(*_one_level(of_group, budget, wave_tokens, offload, least_wave))
+        if nested:
+            deep.append(nested)
         else:
             pieces += of_group
     for members in _phased_sets(pieces, room, sys.maxsize if offload else budget):

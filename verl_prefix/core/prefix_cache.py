@@ -35,7 +35,7 @@ class PrefixCache:
         self._grad: MutableMapping[Key, Tensors] = {}
         self.anchors: dict[Key, torch.Tensor] = {}
         self._is_open = True  # `capture` stores what layers leave, until phase C
-        self._in_update = torch.is_grad_enabled()
+        self._made_with_grad = torch.is_grad_enabled()  # False in `capture` then means reentrant checkpointing
 
     def __enter__(self) -> "PrefixCache":
         return self
@@ -71,7 +71,7 @@ class PrefixCache:
         if self._is_open:
             if key in self._stored:
                 raise ran_twice(key)
-            unknown = self._in_update and not torch.is_grad_enabled()
+            unknown = self._made_with_grad and not torch.is_grad_enabled()
             leaves = tuple(x.detach().requires_grad_(unknown or x.requires_grad) for x in tensors)
             self._stored[key] = leaves
             self.anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in leaves))
@@ -113,7 +113,11 @@ class PrefixCache:
             add_at(total, at, part)
 
     def backward(self, output: torch.Tensor, grad: torch.Tensor | None = None) -> None:
-        """Phase C: runs one backward through the prefix graph, which takes each layer's grad cache as it gets there.
+        """Phase C: runs one backward through the prefix graph.
+
+        Its gradient of zeros only makes autograd walk the graph. The output depends on the last token's attention,
+        which reads the keys of all tokens before it, in every layer. So each layer's `_JoinGradCache` is reached, and
+        adds what the waves sent.
 
         Args:
             output: the model's of phase A, which depends on every layer.

@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Spans
-from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, ReadPrefix
 from verl_prefix.core.runs import end_of
@@ -166,32 +164,3 @@ def _initial_states(
         initial = chosen.new_zeros(total, *chosen.shape[1:]) if initial is None else initial
         initial = initial.index_copy(0, segments, chosen)
     return initial
-
-
-# (inputs [n, longest, ...] of n padded segments, states [n, ...] from which they start; None: zeros) -> outputs and
-# final states of these shapes
-PaddedScan = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-
-
-def scan_padded(
-    scan: PaddedScan, fills: Sequence[float], inputs: Sequence[torch.Tensor], segments: Spans,
-    initial: torch.Tensor | None,
-) -> Scanned:  # fmt: skip
-    """A `Scan` by a kernel that takes segments of one length, padded at the end by `fills`, one value per input.
-
-    Segments of up to 64 tokens, about a kernel's chunk, run together; then those of up to 128, and so on. In one call
-    a single long response would pad every short one to its length."""
-    lens = segments.lens
-    of_segments = [x.split(lens) for x in inputs]
-    outputs, states = list(of_segments[0]), [inputs[0]] * len(lens)
-    starts = None if initial is None else initial.unbind()
-    for members in rows_by_key(max(length - 1, 63).bit_length() for length in lens).values():
-        longest = max(lens[i] for i in members)
-        padded = [
-            torch.stack([F.pad(x[i], (0, 0) * (x[i].ndim - 1) + (0, longest - lens[i]), value=fill) for i in members])
-            for x, fill in zip(of_segments, fills, strict=True)
-        ]
-        scanned = scan(padded, None if starts is None else torch.stack([starts[i] for i in members]))
-        for i, out, state in zip(members, *scanned, strict=True):
-            outputs[i], states[i] = out[: lens[i]], state
-    return Scanned(torch.cat(outputs), torch.stack(states))

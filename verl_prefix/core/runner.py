@@ -95,7 +95,7 @@ class PlanRunner:
             return
         with self._phases_a_and_c(tokens, planned, None, last) as phase_a:
             nested = closing(self._nested(tokens, planned, phase_a, last))
-            with nested as forwards, annotate_loop_body(), self.meter.phase_b(tokens.input_ids.device):
+            with nested as forwards, annotate_loop_body(), self.meter.between_a_and_c(tokens.input_ids.device):
                 yield forwards
                 _check_exhausted(forwards)
 

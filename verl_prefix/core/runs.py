@@ -42,7 +42,7 @@ def last_of(path: Path, length: int) -> Path:
 
 
 def part_of(path: Path, first: int, end: int = sys.maxsize) -> Path:
-    """What a path has of tokens `first` to `end` of the prefix source, counted from `first`."""
+    """The part of a path that lies in tokens `first` to `end` of the prefix source, shifted so that `first` is 0."""
     bounds = ((max(start, first), min(start + n, end)) for start, n in path)
     return tuple((start - first, until - start) for start, until in bounds if start < until)
 

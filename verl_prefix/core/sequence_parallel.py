@@ -48,15 +48,15 @@ class Shards:
         # Where every token stands among the tokens of rank 0, then rank 1, and so on.
         self._at_ranks = torch.cat(positions)
         self._at_ranks_on_device = on_device(self._at_ranks, device)
-        self.tokens = self.own(torch.arange(layout.num_tokens))
+        self.tokens = self.local(torch.arange(layout.num_tokens))
 
-    def own(self, values: torch.Tensor) -> torch.Tensor:
+    def local(self, values: torch.Tensor) -> torch.Tensor:
         """Values of all tokens [T], in host memory -> of this rank's tokens [t], 0 where a slice is padded."""
         padded = values.new_zeros(self.size * self._num_local)
         padded[self._at_ranks] = values
         return padded.view(self.size, self._num_local)[self.rank]
 
-    def head_tokens(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def spread_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of this rank's tokens go through lm_head, so that `tokens` do on all ranks together.
 
         Args:
@@ -67,19 +67,19 @@ class Shards:
             twice, up to as many as any rank has. And [n] int64, `gathered_at` for `gather`: where the output of each of
             `tokens` stands among the outputs of all ranks.
         """
-        owner, local = self._at_ranks[tokens] // self._num_local, self._at_ranks[tokens] % self._num_local
+        owner, place = self._at_ranks[tokens] // self._num_local, self._at_ranks[tokens] % self._num_local
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max())
         order = owner.argsort(stable=True)
         number = torch.arange(len(tokens)) - (counts.cumsum(0) - counts)[owner[order]]
         gathered_at = torch.empty_like(owner)
         gathered_at[order] = owner[order] * most + number
-        own, is_other = local[owner == self.rank], torch.ones(self._num_local, dtype=torch.bool)
-        is_other[own] = False
-        return torch.cat([own, is_other.nonzero()[: most - len(own), 0]]), gathered_at
+        mine, is_other = place[owner == self.rank], torch.ones(self._num_local, dtype=torch.bool)
+        is_other[mine] = False
+        return torch.cat([mine, is_other.nonzero()[: most - len(mine), 0]]), gathered_at
 
     def gather(self, outputs: torch.Tensor, gathered_at: torch.Tensor) -> torch.Tensor:
-        """Outputs [m, k] of every rank -> [n, k] on every rank, by `gathered_at` of `head_tokens`.
+        """Outputs [m, k] of every rank -> [n, k] on every rank, by `gathered_at` of `spread_head`.
 
         Every rank computes the loss of all tokens, and FSDP, as mcore, averages gradients over ranks. So backward
         multiplies the gradients of a rank's own tokens by n."""

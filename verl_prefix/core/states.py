@@ -99,8 +99,8 @@ class StateIndex:
     def last_tokens(self, length: int, device: torch.device) -> torch.Tensor:
         """[M, length] int64: the last `length` inputs on each path with a state, as codes; built once.
 
-        x > 0: token x - 1 of this packed row. 0: none, the path is shorter. x < 0: input -1 - x of the flattened
-        inherited inputs [strands, length]: an input before the strand with which the path enters this packed row.
+        x > 0: token x - 1 of this packed row. 0: none, the path is shorter. x < 0: row -1 - x of the inherited inputs
+        [strands, length], flattened: inputs before each strand that continues an outer one.
         """
         if (length, device) not in self._last_tokens:
             strands = self._segments["strands"]

@@ -10,10 +10,11 @@
       strand 2 [ other call, result ]  -> row 3 [ next call ]
 
 A row's cuts follow from the row itself, as ends of messages do, never from the rows beside it. So rows that agree in
-a few tokens by chance do not share them. Rows that leave one fork are compared up to each one's next cut, or its end.
-A run that ends at a cut is a strand, and a shorter run with which it begins lies in it. A row's last run opens no
-strand: what nobody goes on from is a suffix. A strand and the only strand that follows it are joined: the growing
-prompts of a session are one strand, and each suffix reads a part of it.
+a few tokens by chance do not share them. Where one row is cut and another is not, each computes what follows. Rows
+that leave one fork are compared up to each one's next cut, or its end. A run that ends at a cut is a strand, and a
+shorter run with which it begins lies in it. A row's last run opens no strand: what nobody goes on from is a suffix. A
+strand and the only strand that follows it are joined: the growing prompts of a session are one strand, and each suffix
+reads a part of it.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ def multiplicity(layout: Layout, shards: Shards | None = None) -> torch.Tensor:
         counts += [step.cumsum(0)[:-1] for step in steps[group.num_outer :]]
     of_suffixes = torch.full((layout.num_tokens - layout.num_strand_tokens,), int(bool(layout.groups)))
     found = torch.cat([*counts, of_suffixes])
-    return found if shards is None else shards.own(found)
+    return found if shards is None else shards.local(found)
 
 
 class ExpertLoads:

@@ -154,7 +154,7 @@ class HookedModel:
             if not whole:
                 head = ChunkedHead(lm_head.forward, of_head, logits_chunk)
                 stack.enter_context(replaced(lm_head, "forward", head))
-            logits = self.logits(inputs, head_tokens, dict(tower=attention_pass.layout.phase != "phase_b", **pixels))
+            logits = self.logits(inputs, head_tokens, dict(tower=not attention_pass.layout.is_wave, **pixels))
         self.check_calls(attention_pass.num_calls - calls)
         if logits.shape[1] != len(head_tokens):
             raise RuntimeError(

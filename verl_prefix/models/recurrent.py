@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Spans
-from verl_prefix.core.recurrence import Scan, Scanned, scan_padded, shared_conv, shared_scan
+from verl_prefix.core.groups import rows_by_key
+from verl_prefix.core.recurrence import Scan, Scanned, shared_conv, shared_scan
 from verl_prefix.models.advice import WHOLE_ROWS
 from verl_prefix.models.replaced import PassForward, pass_forwards, replaced
 from verl_prefix.models.state_space import chunk_scan
@@ -177,7 +178,7 @@ class GatedDeltaNet(Mixer):
 
         neutral = [0.0] * 5  # where k, v, beta and g are 0 the state stays
         segmented = "cu_seqlens" in inspect.signature(_chosen(rule)).parameters
-        scan = varlen if segmented else functools.partial(scan_padded, padded, neutral)
+        scan = varlen if segmented else functools.partial(_scan_padded, padded, neutral)
         return self._scan([x[0] for x in (query, key, value, g, beta)], scan, neutral).unsqueeze(0), None
 
 
@@ -226,8 +227,37 @@ class Mamba2(Mixer):
             )  # fmt: skip
 
         neutral = (0.0, 0.0, 0.0, _NO_STEP)
-        scan = functools.partial(scan_padded, padded, neutral)
+        scan = functools.partial(_scan_padded, padded, neutral)
         return self._scan([y[0] for y in (x, B, C, dt)], scan, neutral).unsqueeze(0), None
+
+
+# (inputs [n, longest, ...] of n padded segments, states [n, ...] from which they start; None: zeros) -> outputs and
+# final states of these shapes
+_PaddedScan = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _scan_padded(
+    scan: _PaddedScan, fills: Sequence[float], inputs: Sequence[torch.Tensor], segments: Spans,
+    initial: torch.Tensor | None,
+) -> Scanned:  # fmt: skip
+    """A `Scan` by a kernel that takes segments of one length, padded at the end by `fills`, one value per input.
+
+    Segments of up to 64 tokens, about a kernel's chunk, run together; then those of up to 128, and so on. In one call
+    a single long response would pad every short one to its length."""
+    lens = segments.lens
+    of_segments = [x.split(lens) for x in inputs]
+    outputs, states = list(of_segments[0]), [inputs[0]] * len(lens)
+    starts = None if initial is None else initial.unbind()
+    for members in rows_by_key(max(length - 1, 63).bit_length() for length in lens).values():
+        longest = max(lens[i] for i in members)
+        padded = [
+            torch.stack([F.pad(x[i], (0, 0) * (x[i].ndim - 1) + (0, longest - lens[i]), value=fill) for i in members])
+            for x, fill in zip(of_segments, fills, strict=True)
+        ]
+        scanned = scan(padded, None if starts is None else torch.stack([starts[i] for i in members]))
+        for i, out, state in zip(members, *scanned, strict=True):
+            outputs[i], states[i] = out[: lens[i]], state
+    return Scanned(torch.cat(outputs), torch.stack(states))
 
 
 def _chosen(rule: Callable[..., Any]) -> Callable[..., Any]:

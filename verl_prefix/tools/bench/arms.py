@@ -27,11 +27,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.bins import first_fit
 from verl_prefix.core.forward import PackedForward, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.plan import Plan, first_fit
+from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import make_plan
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.core.runs import Segment

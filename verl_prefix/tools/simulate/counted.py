@@ -23,9 +23,9 @@ from verl_prefix.core.sequence_parallel import Shards
 class CountedForward(PackedForward):
     """The forward, which on fake tensors knows by count alone what rows read of strands."""
 
-    def _read(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
+    def _gather_outputs(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         if layout.output_index is None or not isinstance(layout.places, FakeTensor):
-            return super()._read(outputs, layout, caches)
+            return super()._gather_outputs(outputs, layout, caches)
         total, left = len(layout.output_index.tokens), sum(map(functools.partial(_read_around, layout), layout.groups))
         own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
         if not left:
@@ -51,7 +51,7 @@ def _read_around(layout: Layout, group: Group) -> int:
 class CountedShards(Shards):
     """Shards of a row, which on fake tensors know by count alone which tokens of a rank go through lm_head."""
 
-    def head_tokens(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def spread_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.arange(-(-len(tokens) // self.size)), torch.arange(len(tokens))
 
 

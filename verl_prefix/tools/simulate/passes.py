@@ -22,11 +22,12 @@ from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, may_have_all_logits, may_keep_attention
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.bins import first_fit
 from verl_prefix.core.forward import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.plan import Plan, first_fit
+from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.core.runs import Segment
 from verl_prefix.models import hookup, vision
@@ -293,7 +294,7 @@ class Simulation:
                 kept = [torch.arange(end - self.suffixes[row] - 1, end - 1) for row, end in ends]
                 head_tokens = torch.cat(kept)
                 if attention.shards is not None:
-                    head_tokens, _ = attention.shards.head_tokens(head_tokens)
+                    head_tokens, _ = attention.shards.spread_head(head_tokens)
                 head_tokens = head_tokens.to(self.device)
                 outputs = self.hooked.token_outputs(
                     ids, positions, head_tokens=head_tokens, attention_pass=attention,
