@@ -23,7 +23,7 @@ import verl  # noqa: F401
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.trees import mix
-from verl_prefix.engine.row_table import LAST_CUTS, AllRows
+from verl_prefix.engine.row_table import LAST_CUTS, RowTable
 from verl_prefix.tools.arguments import Parser, file_to_write
 from verl_prefix.tools.plan.predict import Sizes, Step
 from verl_prefix.tools.report import provenance, table
@@ -213,7 +213,7 @@ def home_of_turns(rows: Turns, ranks: int, by_session: bool) -> tuple[np.ndarray
         pieces[a:b] - torch.tensor([n, 0, 0]) for (a, b), n in zip(itertools.pairwise(cuts), bounds, strict=False)
     ]
     start = time.process_time()
-    known = AllRows(tables)
+    known = RowTable(tables)
     placed = known.by_session(ranks, pieces) if by_session else known.by_group(ranks)
     return np.array(placed.ranks), time.process_time() - start
 

@@ -45,8 +45,8 @@ from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.runner import PlanRunner
+from verl_prefix.engine.layer_probe import Figure, LayerProbe
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.self_check import Figure, LayerProbe
 from verl_prefix.testing import write_tiny_model
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -1066,7 +1066,7 @@ def test_rows_without_a_response_give_every_rank_as_many_metrics(results):
 def test_a_rank_of_fewer_passes_counts_in_verls_metrics_as_one_of_more(aggregation, expected, of_a_pass):
     from verl.utils.metric import Metric
 
-    from verl_prefix.engine.loss import even_out
+    from verl_prefix.engine.pass_results import even_out
 
     ranks = [Metric(aggregation), Metric(aggregation)]
     for metric, values in zip(ranks, ([1.0, 2.0, 6.0], [4.0]), strict=True):

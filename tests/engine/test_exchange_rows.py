@@ -253,7 +253,7 @@ def _problems(batch: dict, seed: int) -> list[str]:
     for one in counting:
         one.start()
     # Of a batch before, whose rows stayed, one rank may have seen turns alone.
-    trees = TreeRule("uid", frozenset([END]), cut_before=rank == seed % 2) if batch.get("turns") else TreeRule()
+    trees = TreeRule("uid", frozenset([END]), was_cut=rank == seed % 2) if batch.get("turns") else TreeRule()
     exchange = opened(data, trees)
     found = exchange.computed.data
     if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):
@@ -302,7 +302,7 @@ def _problems(batch: dict, seed: int) -> list[str]:
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
-    if exchange.tree_rule.cut_before:
+    if exchange.tree_rule.was_cut:
         homes = {row: rank for rank, (rows, _) in enumerate(lists) for row in rows}
         pixels = any(row["pixels"] for row in every)
         sessions = [row["uid"] if pixels else f"{row['uid']} {row.get('session_id')}" for row in every]
@@ -506,23 +506,23 @@ def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
 
     one, several = ("aab", [1, 1, 2]), ("aab", [1, 3, 2])
     rules = [TreeRule(over) for over in ("off", "uid", "batch")]
-    found = {rule.over: (rule.cuts_rows(*one), rule.cuts_rows(*several)) for rule in rules}
+    found = {rule.scope: (rule.cuts_rows(*one), rule.cuts_rows(*several)) for rule in rules}
     assert found == {"off": (False, False), "uid": (False, True), "batch": (True, True)}
-    assert TreeRule("uid", cut_before=True).cuts_rows(*one)
+    assert TreeRule("uid", was_cut=True).cuts_rows(*one)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
     """A row's cost is its tokens here, so that what placement expects of the longest rank is what it computes."""
     from verl_prefix.engine.grouping import TreeRule, group_rows
-    from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
+    from verl_prefix.engine.row_table import RowTable, describe, describe_pieces
     from verl_prefix.engine.rows import BatchRows
 
     shape, trees = ModelShape(1.0, 0.0, 0.0, (None,), 1.0, 1.0, 1.0, 100), TreeRule("uid", frozenset([END]))
     kept = [f"{uid}{session}" for uid in "ab" for session in range(8)]
     rows = agents(dict.fromkeys(kept, "kept") | {"c0": "anew", "c1": "kept"})
     parts = [BatchRows(batch_of(rows[rank::ranks])) for rank in range(ranks)]
-    table = AllRows([describe(part, shape) for part in parts])
+    table = RowTable([describe(part, shape) for part in parts])
     placed = table.by_session(ranks, [describe_pieces(part, shape, trees) for part in parts])
     every, computed = [row for rank in range(ranks) for row in rows[rank::ranks]], []
     for rank in range(ranks):
@@ -536,14 +536,14 @@ def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
 
 def test_turns_that_show_most_are_alone_on_their_rank():
     from verl_prefix.engine.grouping import TreeRule
-    from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
+    from verl_prefix.engine.row_table import RowTable, describe, describe_pieces
     from verl_prefix.engine.rows import BatchRows
 
     groups = [(30, [5] * 4, "text"), (10, [2] * 4, "copies"), (30, [5] * 4, "text")]
     data = BatchRows(batch_of(rows_of({"groups": groups, "mrope": False, "turns": "sessions"}, 0)))
     shape = replace(SHAPE, tower=1e8)
     pieces = [describe_pieces(data, shape, TreeRule("uid", frozenset([END])))]
-    homes = AllRows([describe(data, shape)]).by_session(2, pieces).ranks
+    homes = RowTable([describe(data, shape)]).by_session(2, pieces).ranks
     assert homes[:4] == homes[8:] != homes[4:8] and len({*homes[4:8]}) == 1
 
 
@@ -627,7 +627,7 @@ def test_a_number_per_row_is_laid_out_otherwise_than_a_jagged_row_of_numbers():
     from verl_prefix.engine.row_bytes import RowCodec
 
     jagged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
-    layouts = [RowCodec({"x": x}).layout for x in (torch.ones(2), torch.ones(2, 1), torch.ones(3), jagged)]
+    layouts = [RowCodec({"x": x}).format for x in (torch.ones(2), torch.ones(2, 1), torch.ones(3), jagged)]
     assert layouts[0] == layouts[2] and len(set(layouts)) == 3
 
 

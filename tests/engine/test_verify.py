@@ -41,9 +41,10 @@ from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine import self_check as verify
 from verl_prefix.engine.backend import StockFacts
+from verl_prefix.engine.checked_rows import candidates
+from verl_prefix.engine.layer_probe import MAX_ATTENTION, MAX_RECURRENCE, Figure, LayerProbe
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.self_check import Figure
 from verl_prefix.engine.verify import Verification, plan_to_check
 from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel
@@ -177,14 +178,14 @@ def test_rounding_of_trees_passes(rows, dtype, seeds):
 def test_an_ancestor_that_is_left_out_is_caught(rows, dtype):
     for seed in range(3):
         found = verdict(seed, dtype, broken=ancestor_left_out, rows=rows)
-        assert found.missed and found.attention.ratio > 1.5 * verify.MAX_ATTENTION, str(found)
+        assert found.missed and found.attention.ratio > 1.5 * MAX_ATTENTION, str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [thinking_kept, tree_search])
 def test_a_dropped_gradient_of_shared_outputs_is_caught_by_gradients_alone(rows, dtype):
     found = verdict(0, dtype, broken=gradients_of_shared_outputs_dropped, rows=rows)
-    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= verify.MAX_ATTENTION, str(found)
+    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= MAX_ATTENTION, str(found)
     assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
@@ -192,7 +193,7 @@ def test_a_dropped_gradient_of_shared_outputs_is_caught_by_gradients_alone(rows,
 @pytest.mark.parametrize("broken", BROKEN)
 def test_broken_nesting_is_caught_by_gradients_alone(broken, dtype):
     found = verdict(0, dtype, broken=broken, rows=tree_search)
-    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= verify.MAX_ATTENTION, str(found)
+    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= MAX_ATTENTION, str(found)
     assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
@@ -235,7 +236,7 @@ def test_a_wrong_state_is_caught_by_the_recurrence_of_its_layer(broken, dtype):
     scan_alone = broken is scan_states_of_zero
     for family in ("qwen3.5", "granite") if scan_alone else ("qwen3.5", "lfm2", "granite"):
         found = verdict(0, dtype, family, broken)
-        least = 1e5 if dtype == torch.float32 else 2 * verify.MAX_RECURRENCE if scan_alone else 10
+        least = 1e5 if dtype == torch.float32 else 2 * MAX_RECURRENCE if scan_alone else 10
         assert found.missed and found.recurrence.ratio > least, f"{family}: {found}"
 
 
@@ -245,7 +246,7 @@ def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, dtype
     for family in ("qwen3.5", "lfm2", "granite"):
         found = verdict(0, dtype, family, broken)
         assert found.outputs.ratio <= verify.MAX_LOG_PROBS, str(found)
-        assert found.recurrence.ratio <= verify.MAX_RECURRENCE, str(found)
+        assert found.recurrence.ratio <= MAX_RECURRENCE, str(found)
         assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), f"{family}: {found}"
 
 
@@ -262,7 +263,7 @@ def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, dtype
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_dropped_gradient_of_keys_is_caught_by_gradients_alone(family, broken, dtype):
     found = verdict(0, dtype, family, broken)
-    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= verify.MAX_ATTENTION, str(found)
+    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= MAX_ATTENTION, str(found)
     assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
@@ -284,10 +285,10 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
     scores = AttentionParams(0.25)
     out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, (), 0, None, None)
-    found = [verify.LayerProbe() for _ in range(2)]
+    found = [LayerProbe() for _ in range(2)]
     found[0].attention(0, layout, q, k, v, None, scores, out)
     found[1].attention(0, layout, q, k, v, None, scores, out * (1 + 1e-2))
-    assert found[0].worst_attention.ratio < 1.5 and found[1].worst_attention.ratio > verify.MAX_ATTENTION
+    assert found[0].worst_attention.ratio < 1.5 and found[1].worst_attention.ratio > MAX_ATTENTION
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -295,18 +296,18 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
 def test_a_wrong_kernel_is_caught(broken, dtype):
     for seed in range(3):
         found = verdict(seed, dtype, broken=broken)
-        assert found.missed and found.attention.ratio > 1.5 * verify.MAX_ATTENTION, str(found)
+        assert found.missed and found.attention.ratio > 1.5 * MAX_ATTENTION, str(found)
 
 
 def test_a_window_that_is_ignored_is_caught():
     found = verdict(0, torch.bfloat16, "gpt-oss", broken=window_ignored)
-    assert found.attention.ratio > 10 * verify.MAX_ATTENTION and "attention of layer" in str(found)
+    assert found.attention.ratio > 10 * MAX_ATTENTION and "attention of layer" in str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_wrong_positions_are_caught_by_log_probs(dtype):
     found = verdict(0, dtype, broken=positions_restarted)
-    assert found.attention.ratio <= verify.MAX_ATTENTION < verify.MAX_LOG_PROBS < found.outputs.ratio, str(found)
+    assert found.attention.ratio <= MAX_ATTENTION < verify.MAX_LOG_PROBS < found.outputs.ratio, str(found)
 
 
 @pytest.mark.parametrize("nests", [True, False])
@@ -346,11 +347,11 @@ def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_r
         Group.of_prompt((4, 5), 1, (1, 1)),
     ]
     backend.ranks.max_over_ranks = lambda lacking: [a or b for a, b in zip(lacking, (False, True), strict=True)]
-    assert Verification(backend, None, None)._candidates(data, groups, 100) == groups[1:]
+    assert candidates(backend, data, groups, 100) == groups[1:]
     # With VeOmni every row runs it twice, so that any will do.
     backend.stock_facts = backend.stock_facts._replace(equal_tower_runs=True)
     backend.ranks.max_over_ranks = lambda lacking: lacking
-    assert Verification(backend, None, None)._candidates(data, groups, 100) == groups
+    assert candidates(backend, data, groups, 100) == groups
 
 
 def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
@@ -359,11 +360,10 @@ def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
     groups = [Group.of_prompt((0, 1), 2, (2, 2)), Group.of_prompt((2,), 2, (2,)), Group.of_prompt((3,), 2, (2,))]
     strands, forks = (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2))
     tree = Group((0, 1, 3), (1, 0, 2), strands, forks, (2, 2, 2))
-    candidates = Verification(backend, None, None)._candidates
-    assert [group.rows for group in candidates(data, groups, 100)] == [(0,), (3,)]
+    assert [group.rows for group in candidates(backend, data, groups, 100)] == [(0,), (3,)]
     # A row that lies wholly in strands goes with the row behind it, whose tokens it has.
-    assert [group.rows for group in candidates(data, [tree], 100)] == [(0,)]
-    assert candidates(data, groups[1:2], 100) == []
+    assert [group.rows for group in candidates(backend, data, [tree], 100)] == [(0,)]
+    assert candidates(backend, data, groups[1:2], 100) == []
 
 
 def test_a_check_that_failed_is_due_again(monkeypatch):

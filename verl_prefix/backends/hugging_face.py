@@ -20,8 +20,9 @@ from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay
+from verl_prefix.engine.layer_probe import rounding_noise
 from verl_prefix.engine.outputs import policy_outputs
-from verl_prefix.engine.self_check import Gradients, rounding_noise
+from verl_prefix.engine.self_check import Gradients
 from verl_prefix.models import vision
 from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel

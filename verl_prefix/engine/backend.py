@@ -7,10 +7,11 @@ build, and ends with `set_backend`. Of verl's engine `PrefixEngine` uses `train_
 `engine_config` and `optimizer_config`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,7 @@ class Replay(NamedTuple):
     chosen: int
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """One engine of verl. Attributes are known at construction, properties once verl's engine has its model.
 
     Attributes:
@@ -125,27 +126,33 @@ class Backend(Protocol):
     after_not_finite: str
 
     @property
+    @abstractmethod
     def config(self) -> Any:
         """The model's config, of Hugging Face."""
 
     @property
+    @abstractmethod
     def shape(self) -> ModelShape:
         """The shape of the whole model, not of this rank's part."""
 
     @property
+    @abstractmethod
     def replay(self) -> Replay | None:
         """Whether and how passes and the stock path replay routers; None: they do not, and routers choose. A pass that
         replays does it as `AttentionPass.routes` says."""
 
     @property
+    @abstractmethod
     def stock_facts(self) -> StockFacts:
         """What the stock path does with the model."""
 
     @property
+    @abstractmethod
     def counts_last_tokens(self) -> bool:
         """Whether updates on the stock path take something from each row's last token, though nobody reads its
         output: routers that count it for their biases or auxiliary losses."""
 
+    @abstractmethod
     def check_model(self) -> None:
         """Checks verl's model, once it is built.
 
@@ -153,13 +160,16 @@ class Backend(Protocol):
             ValueError: the model has something that cannot be shared.
         """
 
+    @abstractmethod
     def memory(self, options: PrefixConfig) -> Memory:
         """What an update keeps at least, for the cost model."""
 
+    @abstractmethod
     def gradient_bytes(self) -> float:
         """Bytes that gradients will add to this rank's device in an update; 0 where their memory is there already, or
         without updates."""
 
+    @abstractmethod
     def new_runner(
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
@@ -171,15 +181,19 @@ class Backend(Protocol):
             forward_only: without backward.
         """
 
+    @abstractmethod
     def model_metrics(self, runner: PlanRunner) -> dict[str, float]:
         """prefix/* of what the model's forwards did in this runner's runs. Every rank calls it."""
 
+    @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of forwards and losses."""
 
+    @abstractmethod
     def output_names(self, flags: Mapping[str, bool]) -> list[str]:
         """Names of `token_outputs` by these flags; the first is one that losses have a gradient in."""
 
+    @abstractmethod
     def token_outputs(
         self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, unscaled: bool,
         processor: Callable[..., Any] | None,
@@ -194,24 +208,30 @@ class Backend(Protocol):
             processor: verl's function of logits, under `distillation_use_topk`.
         """
 
+    @abstractmethod
     def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
         """Whether `token_outputs` by these flags, at temperature 1, needs no copy of the logits."""
 
+    @abstractmethod
     def logits_like(self) -> torch.Tensor:
         """Logits [1, this rank's part of the vocabulary] of a made-up token."""
 
+    @abstractmethod
     def run_stock_path(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
     ) -> dict[str, Any]:
         """Computes a batch on the stock path; returns verl's output."""
 
+    @abstractmethod
     def gradients(self) -> Gradients:
         """The parts of this rank's model whose gradients the self-check compares: on every rank equally many, by the
         same names. Every rank calls it."""
 
+    @abstractmethod
     def rounding_noise(self, seed: int) -> AbstractContextManager[None]:
         """Context in which layers' outputs are rounded differently each time, for the self-check. seed: the same on all
         ranks, some of which compute the same tokens."""
 
+    @abstractmethod
     def gradients_aside(self) -> AbstractContextManager[None]:
         """Context in which parameters have no gradients; those that they had come back."""

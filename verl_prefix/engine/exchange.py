@@ -5,7 +5,8 @@
 
 That takes at most seventeen collectives, all of tensors. Rows and tables go through the group of ranks that have
 different rows (`Ranks.data`; see `travel`). After each piece of work `together` asks all ranks of the job, copies too,
-whether it went well. So an error on one rank is an error on all, and no rank waits for another in vain.
+whether it went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only the
+buffers of the collectives themselves are outside of that.
 """
 
 import logging
@@ -75,21 +76,20 @@ def open_exchange(
         RankError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
     ranks, travel, computed = _exchanging_ranks(backend, option, loss), None, batch
-    if leaves_out:
+    if leaves_out:  # for the costs by which rows are placed
         with together("finding rows without gradient"):
             batch.dead = loss.find_dead(batch)
     if ranks is not None:
         travel = Travel(batch, ranks)
-        is_cut = travel.decide_moves(backend.shape, tree_rule)
+        travel.decide_moves(backend.shape, tree_rule)
         computed = travel.send_rows() if travel.moves.any_travels else batch
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
-        if leaves_out:
+        if leaves_out:  # again, since rows that arrive bring no mark
             computed.dead = loss.find_dead(computed)
-        if travel is None:
-            is_cut = tree_rule.cuts_rows(computed.uids, computed.keys)
+        is_cut = travel.is_cut if travel else tree_rule.cuts_rows(computed.uids, computed.keys)
         groups = group_rows(computed, tree_rule, is_cut)
-    tree_rule = tree_rule._replace(cut_before=is_cut)
+    tree_rule = tree_rule._replace(was_cut=is_cut)
     if travel is None:
         uids = {uid for row, uid in enumerate(computed.uids) if row not in computed.padding}
         return Exchange(computed, groups, tree_rule, uids, {})

@@ -21,23 +21,23 @@ class TreeRule(NamedTuple):
     """By what rule rows share more than whole prompts.
 
     Attributes:
-        over: `PrefixConfig.trees`.
+        scope: `PrefixConfig.trees`.
         ends: tokens that end a message (`messages.end_tokens`).
         config: the model's, which names visual tokens.
-        cut_before: an earlier batch was cut. Once True it stays, and later batches are cut, too: log-probs and updates
+        was_cut: an earlier batch was cut. Once True it stays, and later batches are cut, too: log-probs and updates
             hold different rows, and must be cut alike.
     """
 
-    over: str = "off"
+    scope: str = "off"
     ends: frozenset[int] = frozenset()
     config: Any = None
-    cut_before: bool = False
+    was_cut: bool = False
 
     def cuts_rows(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
         """Whether rows are cut at the ends of messages: under `batch`, and under `uid` where they are turns, that is,
         where a uid has several prompts."""
-        are_turns = self.cut_before or len({*zip(uids, keys, strict=True)}) > len({*uids})
-        return self.over == "batch" or (self.over == "uid" and are_turns)
+        are_turns = self.was_cut or len({*zip(uids, keys, strict=True)}) > len({*uids})
+        return self.scope == "batch" or (self.scope == "uid" and are_turns)
 
 
 def group_rows(rows: BatchRows, tree_rule: TreeRule, is_cut: bool) -> list[Group]:
@@ -74,16 +74,16 @@ def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group
     Args:
         groups: of these rows, by `tree_rule`.
     """
-    groups_by = {tree_rule.over: groups}
-    are_turns = tree_rule._replace(over="uid").cuts_rows(rows.uids, rows.keys)
-    for over in ("off", "uid", "batch"):
-        if over == "batch" and any(rows.pixels) and not are_turns:
-            groups_by[over] = groups_by["uid"]
-        elif over not in groups_by:
-            rule = tree_rule._replace(over=over)
-            groups_by[over] = group_rows(rows, rule, rule.cuts_rows(rows.uids, rows.keys))
-    real = {over: rows.without_padding(groups) for over, groups in groups_by.items()}
-    computed = {over: float(sum(group.num_physical_tokens for group in groups)) for over, groups in real.items()}
+    groups_by = {tree_rule.scope: groups}
+    are_turns = tree_rule._replace(scope="uid").cuts_rows(rows.uids, rows.keys)
+    for scope in ("off", "uid", "batch"):
+        if scope == "batch" and any(rows.pixels) and not are_turns:
+            groups_by[scope] = groups_by["uid"]
+        elif scope not in groups_by:
+            rule = tree_rule._replace(scope=scope)
+            groups_by[scope] = group_rows(rows, rule, rule.cuts_rows(rows.uids, rows.keys))
+    real = {scope: rows.without_padding(groups) for scope, groups in groups_by.items()}
+    computed = {scope: float(sum(group.num_physical_tokens for group in groups)) for scope, groups in real.items()}
     return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}
 
 
@@ -93,7 +93,7 @@ def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[i
     Beside the token a number names
 
     - its position, its pixels and its row's temperature;
-    - the uid where `tree_rule.over` is uid, the whole prompt where it is off;
+    - the uid where `tree_rule.scope` is uid, the whole prompt where it is off;
     - up to its row's last cut, the experts of the token before it: of n shared tokens the next one may go to others;
     - in a response under top-k distillation, its row: outputs are made with the teacher's rows of this row, so that a
       row which has the response in its prompt does not share it.
@@ -109,8 +109,8 @@ def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[i
         lens = [end - start for start, end in pairwise(rows.offsets)]
         pairs = zip(rows.expert_routes.split(lens), cuts, strict=True)
         tokens = tokens ^ torch.cat([_experts_before(own, max(ends, default=0) + 1) for own, ends in pairs])
-    if tree_rule.over != "batch":
-        names: Sequence[Hashable] = rows.uids if tree_rule.over == "uid" else rows.keys
+    if tree_rule.scope != "batch":
+        names: Sequence[Hashable] = rows.uids if tree_rule.scope == "uid" else rows.keys
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         tokens = mix_rows(tokens, rows.offsets, [numbers[name] for name in names])
     if rows.flag("distillation_use_topk"):

@@ -43,8 +43,9 @@ class Headroom:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Context of an optimizer step with its passes. Room is what is free on the device after it, plus what the
-        largest update so far took, but at most what the allocator still caches: verl may have emptied its cache."""
+        """Context of an optimizer step with its passes. Room is then what is free on the device, plus what the largest
+        update so far added, but of that only what the allocator still caches: the next update takes it from there, and
+        nothing is left of it where verl emptied the cache."""
         self._added_now = 0.0
         yield
         if self._added_now and self.is_known:

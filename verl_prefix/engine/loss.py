@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from verl.trainer.distillation.losses import distillation_ppo_loss, get_distillation_loss_fn
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.device import get_device_id
-from verl.utils.metric import AggregationType, Metric
+from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 from verl_prefix.config.actor import LOSSES_OF_ROWS, SKIP_ZERO_ADVANTAGE, gradient_without_advantage
@@ -103,9 +103,10 @@ class Loss:
         return {name: x.values() if x.is_nested else x for name, x in floats.items() if x.is_floating_point()}
 
     def needs_masked_outputs(self, data: TensorDict) -> bool:
-        """Whether outputs count where response_mask is 0. They do in a user's loss, and without response_mask or
-        old_log_probs. They also do where something that the loss reads is not finite, since on the stock path a masked
-        NaN spoils the update, too. A critic's all count, since its head costs nothing."""
+        """Whether somebody reads outputs of tokens whose response_mask is 0. Nobody does if the loss is verl's own of
+        policies, the batch has response_mask and old_log_probs, and all that the loss reads is finite. If something is
+        not, masked tokens count: on the stock path a masked NaN spoils the update as well, and ours must not hide it.
+        A critic's head is cheap, and computes all of them."""
         if not self.sums_rows or self._of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
@@ -132,10 +133,11 @@ class Loss:
         lives = [(advantages * mask).any() for advantages, mask in pairs]
         return frozenset(row for row, live in enumerate(map(bool, lives)) if not live)
 
-    def has_gradient(self, rows: BatchRows, chosen: list[int], group: Any) -> bool:
-        """Whether verl's loss of `chosen` rows has a gradient in any of their outputs: at their old log-probs, where
-        nothing is clipped, and beside them. No model runs: it takes two losses and their backwards of eight rows
-        each. The first rows with a gradient end it, since no loss that the config admits here has a collective."""
+    def has_gradient(self, rows: BatchRows, chosen: list[int], process_group: Any) -> bool:
+        """Whether verl's loss of `chosen` rows has a gradient in any of their outputs. No model runs. The loss is
+        computed of eight rows at a time, twice: with log-probs equal to the old ones, where nothing is clipped, and 0.1
+        above these. It stops at the first rows with a gradient, on each rank at its own: these losses have no
+        collectives."""
         for start in range(0, len(chosen), 8):
             batch = rows.select(chosen[start : start + 8])
             micro_batch = self.micro_batch(batch.data, [*range(len(batch))])
@@ -144,7 +146,7 @@ class Loss:
                 values = {"log_probs": (old + shift).requires_grad_(), "entropy": (0 * old).requires_grad_()}
                 offsets = micro_batch["input_ids"].offsets()
                 outputs = {n: torch.nested.nested_tensor_from_jagged(x, offsets) for n, x in values.items()}
-                loss, *_ = self(outputs, micro_batch, group)
+                loss, *_ = self(outputs, micro_batch, process_group)
                 gradients = torch.autograd.grad(loss, [*values.values()], allow_unused=True)
                 if any(gradient is not None and gradient.any() for gradient in gradients):
                     return True
@@ -185,19 +187,19 @@ class Loss:
         return or_zero
 
     def __call__(
-        self, model_output: Mapping[str, torch.Tensor], data: TensorDict, group: Any
+        self, model_output: Mapping[str, torch.Tensor], data: TensorDict, process_group: Any
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
         """Computes the loss and the metrics of a pass, and says whether there are metrics: not where verl's loss would
-        raise, since no token counts. Then the loss is zero (`same_sums`).
+        raise, since no token counts. Then the loss is zero (`pass_results`).
 
         Args:
-            data: its rows, as `micro_batch` takes them. group: the ranks that compute data in parallel.
+            data: its rows, as `micro_batch` takes them. process_group: the ranks that compute data in parallel.
         """
         output = next(iter(model_output.values()))
         if self.function is None:
             return torch.ones((), device=output.device), {}, True
         if not self.needs_a_token or data["response_mask"].any():
-            return *self.function(model_output=model_output, data=data, dp_group=group), True
+            return *self.function(model_output=model_output, data=data, dp_group=process_group), True
         return 0.0 * output.values().sum(), {}, False
 
 
@@ -206,29 +208,3 @@ def zeros_of(metric: Metric) -> Metric:
     zeros = metric.init_list()
     zeros.extend([0.0] * len(metric.values))
     return zeros
-
-
-def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:
-    """Extends every `Metric` from the values of the passes with `outputs` to those of `num_passes`. verl averages them
-    over ranks by position (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's
-    own mean to anything else."""
-    for name, metric in metrics.items():
-        if isinstance(metric, Metric) and metric.values:
-            num, real = len(metric.values), sum(name in output["metrics"] for output in outputs)
-            filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / num
-            per_pass = num // real  # a loss may add several values of a name
-            metric.extend([filler] * (per_pass * (num_passes - real)))
-
-
-def same_sums(metrics: dict[str, object], group: Any) -> None:
-    """Gives a rank without metrics, no token of which counts, zeros for other ranks' sums: verl divides sums by the
-    ranks that have them (Metric.aggregate_dp). Every rank calls it, after `even_out`.
-
-    Args:
-        group: the ranks that compute data in parallel.
-    """
-    sums = {name: x for name, x in metrics.items() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM}
-    of_ranks: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(of_ranks, sums, group)
-    for name, metric in (pair for of_rank in of_ranks for pair in of_rank.items() if pair[0] not in metrics):
-        metrics[name] = zeros_of(metric)

@@ -59,7 +59,7 @@ class TokenOutputs:
         processor: under `distillation_use_topk`, verl's function of logits and the teacher's rows.
 
     Attributes:
-        tokens: the batch as the schedule wants it. names: of the outputs, one column each.
+        tokens: the batch as the runner computes it. names: of the outputs, one column each.
     """
 
     def __init__(

@@ -1,17 +1,19 @@
 """Results of a mini-batch's passes: verl's outputs, losses and metrics, by pass."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from verl.utils import tensordict_utils as tu
+from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.core.errors import current_pass, listed
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.loss import Loss, even_out
+from verl_prefix.engine.loss import Loss, zeros_of
 from verl_prefix.engine.outputs import TEACHER, TokenOutputs
 from verl_prefix.engine.rows import ROUTES, BatchRows, select_rows
 
@@ -84,12 +86,25 @@ class PassResults:
         return loss
 
     def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
-        """Ends the run: returns verl's output of all passes, and how many of them had anything not finite.
+        """Ends the run: returns verl's output of all passes, and how many of them had anything not finite. Every rank
+        calls it. On a rank without outputs, a stage of a pipeline before the last one, "model_output" is None where
+        outputs are wanted, and else {} (`Exchange.give_back`)."""
+        output: dict[str, Any] = {"model_output": None if self.returns_outputs else {}, "metrics": {}}
+        num_not_finite, ranks = 0, self._backend.ranks
+        if ranks.has_outputs:
+            self._add_idle_groups(plan)
+            output, num_not_finite = self._joined(plan)
+        if self._loss.needs_a_token:
+            _same_sums(output["metrics"], ranks.data)
+        if output["model_output"] and self.token_outputs.tokens.records:
+            output["model_output"][ROUTES] = self.token_outputs.recorded(plan)
+        return output, num_not_finite
 
-        No pass computes idle groups. They get a step if somebody wants their outputs, or if this rank has no other row,
-        since every rank must report the same metrics, and equally many values of each (`even_out`). Only in the latter
-        case a loss function is called: of no token it may return NaN, which counts as finite, or raise.
-        """
+    def _add_idle_groups(self, plan: Plan) -> None:
+        """Makes results of idle groups, which no pass computes, in two cases. If outputs are wanted, theirs are, and no
+        loss function is called. If this rank has no other rows the loss is called, since every rank must report the
+        same metrics, and equally many values of each (`even_out`). Of no token it may return NaN, which counts as
+        finite, or raise."""
         if plan.idle_groups and (self.returns_outputs or not self._results):
             alone = not self._results
             with torch.no_grad(), self._backend.autocast():
@@ -98,6 +113,9 @@ class PassResults:
             step = self._results[-1]
             metrics_count = step.metrics_count and alone
             self._results[-1] = step._replace(finite=torch.ones_like(step.finite), metrics_count=metrics_count)
+
+    def _joined(self, plan: Plan) -> tuple[dict[str, Any], int]:
+        """Joins all results to verl's output; returns it, and how many of them had anything not finite."""
         if any(result.metrics_count for result in self._results):  # else every rank still needs one set of metrics
             for result in self._results:
                 result.output["metrics"] = result.output["metrics"] if result.metrics_count else {}
@@ -135,3 +153,29 @@ class PassResults:
             "; ".join(problems) or "all that it was made of is finite",
             self._backend.after_not_finite,
         )
+
+
+def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:
+    """Extends every `Metric` from the values of the passes with `outputs` to those of `num_passes`. verl averages them
+    over ranks by position (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's
+    own mean to anything else."""
+    for name, metric in metrics.items():
+        if isinstance(metric, Metric) and metric.values:
+            num, real = len(metric.values), sum(name in output["metrics"] for output in outputs)
+            filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / num
+            per_pass = num // real  # a loss may add several values of a name
+            metric.extend([filler] * (per_pass * (num_passes - real)))
+
+
+def _same_sums(metrics: dict[str, object], process_group: Any) -> None:
+    """Gives a rank without metrics, no token of which counts, zeros for other ranks' sums: verl divides sums by the
+    ranks that have them (Metric.aggregate_dp). Every rank calls it, after `even_out`.
+
+    Args:
+        process_group: the ranks that compute data in parallel.
+    """
+    sums = {name: x for name, x in metrics.items() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM}
+    of_ranks: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(process_group)
+    torch.distributed.all_gather_object(of_ranks, sums, process_group)
+    for name, metric in (pair for of_rank in of_ranks for pair in of_rank.items() if pair[0] not in metrics):
+        metrics[name] = zeros_of(metric)

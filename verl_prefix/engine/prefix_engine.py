@@ -30,7 +30,7 @@ from verl_prefix.engine.carried_pixels import receive_pixels
 from verl_prefix.engine.exchange import Exchange, open_exchange
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.headroom import Headroom
-from verl_prefix.engine.loss import Loss, LossFunction, same_sums
+from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import TEACHER, flags_of, is_unscaled
 from verl_prefix.engine.pass_results import PassResults
@@ -72,7 +72,7 @@ class PrefixEngine:
     tree_rule: TreeRule
     _role: str  # as of `config.actor.role_of`
     _trace: TraceWriter | None = None
-    _update_meter: Meter  # of the last update, until one measured the peak of its waves; then it stays
+    _peak_was_measured = False  # of an update's waves
     _routers_choose = False  # True: ignore the batch's routes, since this engine computes values
     _computes_ref = False  # by the actor without its adapters
 
@@ -124,7 +124,14 @@ class PrefixEngine:
         self, path: _SharedPath, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Runs a batch's plan; returns verl's output of the batch, and metrics."""
-        output, metrics = self._choose_memory_and_run(path.rows, path.exchange.groups, path.plan, loss, forward_only)
+        memory, groups = self._choose_memory(path, forward_only), path.exchange.groups
+        # In updates, until one had waves. A measurement resets the peak that verl logs (perf/max_memory_allocated_gb).
+        meter = Meter(measure_peak=self._headroom.is_known and not (forward_only or self._peak_was_measured))
+        with out_of_memory_advice(path.plan, memory, self._role, self.prefix_config, forward_only):
+            output, metrics = self.run_plan(
+                path.rows, groups, path.plan, loss, forward_only, memory=memory, meter=meter
+            )
+        self._peak_was_measured |= bool(meter.phase_b_peak)
         output["model_output"] = path.exchange.give_back(output["model_output"])
         return output, metrics | path.exchange.metrics  # of both ways
 
@@ -183,23 +190,13 @@ class PrefixEngine:
         )
         return rows.with_data(data)
 
-    def _choose_memory_and_run(
-        self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Runs a plan by `run_plan`, with as much kept as every rank's device has room for."""
-        memory, meter = None, Meter()
-        if not forward_only:
-            # The peak of the waves is measured in the first update that has any, and then no more, since that resets
-            # the peak that verl logs as perf/max_memory_allocated_gb.
-            if not self._update_meter.phase_b_peak:
-                meter = self._update_meter = Meter(measure_peak=self._headroom.is_known)
-            logits_once = self.backend.reads_logits_once(flags_of(rows.data)) and is_unscaled(rows.data)
-            option = self.prefix_config.keep_attention
-            memory = self._headroom.choose_memory(plan, self._paths.costs, option, logits_once)
-        with out_of_memory_advice(
-            plan, memory or self._paths.costs.memory, self._role, self.prefix_config, forward_only
-        ):
-            return self.run_plan(rows, groups, plan, loss, forward_only, memory=memory, meter=meter)
+    def _choose_memory(self, path: _SharedPath, forward_only: bool) -> Memory:
+        """Decides what passes keep: in an update as much as every rank's device has room for."""
+        costs, data = self._paths.costs, path.rows.data
+        if forward_only:
+            return costs.memory
+        logits_once = self.backend.reads_logits_once(flags_of(data)) and is_unscaled(data)
+        return self._headroom.choose_memory(path.plan, costs, self.prefix_config.keep_attention, logits_once)
 
     def run_plan(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool, *,
@@ -233,16 +230,7 @@ class PrefixEngine:
                 with suppress(RuntimeError):  # after an error of the device the search may fail as well
                     results.report_not_finite()
                 raise
-        num_not_finite = 0
-        output: dict[str, Any]
-        if ranks.has_outputs:
-            output, num_not_finite = results.finish(plan)
-        else:  # None: other ranks have outputs to give back; {}: nobody wants any (`Exchange.give_back`)
-            output = {"model_output": None if results.returns_outputs else {}, "metrics": {}}
-        if loss.needs_a_token:
-            same_sums(output["metrics"], ranks.data)
-        if output["model_output"] and results.token_outputs.tokens.records:
-            output["model_output"][ROUTES] = results.token_outputs.recorded(plan)
+        output, num_not_finite = results.finish(plan)
         metrics = plan_metrics(rows, groups, plan, runner, loss) | self.backend.model_metrics(runner)
         if self.prefix_config.skip_zero_advantage and not forward_only:
             metrics["prefix/zero_advantage_rows"] = num_dead(rows, plan)
@@ -303,7 +291,6 @@ class PrefixEngine:
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
             )
         self._headroom = Headroom(self.backend)
-        self._update_meter = Meter()
         self._paths = Paths(self.backend, self.prefix_config, self._new_runner, self._headroom, self._role)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:

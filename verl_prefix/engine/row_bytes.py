@@ -31,7 +31,7 @@ class RowCodec:
     """Takes a batch apart into rows that can travel as bytes, and joins such rows to a batch.
 
     Attributes:
-        layout: what two ranks must have in common to read each other's rows.
+        format: what two ranks must have in common to read each other's rows.
         others: values of `TRAVELLING`, one per row, by name.
     """
 
@@ -40,7 +40,7 @@ class RowCodec:
         self._rows = {name: x.detach().cpu().unbind() for name, x in self._tensors.items()}
         self.others = dict(others or {})
         fields = [(name, str(x.dtype), *_shape(x)) for name, x in self._tensors.items()]
-        self.layout = repr((fields, sorted(self.others)))
+        self.format = repr((fields, sorted(self.others)))
 
     @classmethod
     def of_batch(cls, data: TensorDict) -> "RowCodec":
@@ -82,7 +82,7 @@ class RowCodec:
         return torch.frombuffer(bytearray(save(arrays)), dtype=torch.uint8)
 
     def unpack(self, packed: torch.Tensor) -> list[TravellingRow]:
-        """Returns the rows that `pack` of a batch with the same layout packed; tuples come back as lists."""
+        """Returns the rows that `pack` of a batch of the same format packed; tuples come back as lists."""
         if not len(packed):
             return []
         tensors = load(packed.numpy().tobytes())

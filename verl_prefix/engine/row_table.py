@@ -65,9 +65,10 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> 
     """Describes the pieces that rows of turns are made of, int64 [pieces, 3]: the row, 64 bits that name the piece, and
     its cost as the bits of a double. A row without a response, or that is dead, has none.
 
-    A piece lies between two cuts, and is named by all tokens up to its end. In a long row all that lies between the
-    first cut (the system prompt's) and the last ones is one piece. A row of an earlier turn may have it in several
-    pieces, the last of which has the same name and costs less. The logits of a response are a piece, too.
+    A piece lies between two cuts. Its name is made of all tokens up to its end, so that equal names mean equal
+    histories. A long row lists its first cut (the system prompt's) and its last `LAST_CUTS`, and what lies between
+    these is one piece. An earlier turn may have it in several pieces; the last of these then has the same name and a
+    lower cost, which `_cheapest_pieces` takes. The logits of a response are a piece, too.
     """
     cost = functools.cache(functools.partial(row_cost, shape))
     piece_row, piece_end, piece_cost = list[int](), list[int](), list[float]()
@@ -130,7 +131,7 @@ def _name_of(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
     return name ^ mix(torch.from_numpy(owner)).numpy()
 
 
-class AllRows:
+class RowTable:
     """Columns of all ranks' tables, rank after rank, in lists of one item per row; `starts`: first row of each rank,
     and the end.
 

@@ -2,7 +2,8 @@
 
 verl averages what an engine reports over ranks and mini-batches. But it takes the maximum of names with "max"
 (prefix/moe/max_vio/*, prefix/moe/avg_vio/max), and the minimum of timing_s/*, since it finds "min" in "timing"
-(reduce_metrics, verl/utils/metric/utils.py). So each rank reports a step's total once, with its last mini-batch.
+(reduce_metrics, verl/utils/metric/utils.py). So each rank reports a step's counts and seconds once, with its last
+mini-batch, and all else with each.
 """
 
 import itertools

@@ -21,7 +21,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.engine.carried_pixels import PIXELS
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.row_bytes import RowCodec, TravellingRow
-from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
+from verl_prefix.engine.row_table import RowTable, describe, describe_pieces
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import RankError, together
 from verl_prefix.models.vision import CARRIED_BY, PIXEL_NAMES
@@ -49,7 +49,7 @@ class Moves:
         holders: (key, rank) of all ranks' rows that stay and have their pixels with them.
     """
 
-    def __init__(self, table: AllRows, homes: Sequence[int], rank: int, num_ranks: int) -> None:
+    def __init__(self, table: RowTable, homes: Sequence[int], rank: int, num_ranks: int) -> None:
         self.any_travels = homes != table.ranks
         self.sent: list[list[int]] = [[] for _ in range(num_ranks)]
         self.got: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -70,48 +70,49 @@ class Travel:
     """One rank's rows on their way there and back.
 
     Attributes:
-        table: all ranks' rows. moves: where this rank's go. Both from `decide_moves` on.
+        table: all ranks' rows. moves: where this rank's go. is_cut: whether rows are cut, as in `group_rows`. All
+            three from `decide_moves` on.
         metrics: prefix/* and timing_s/* of this rank so far; imbalance and groups are those of all ranks.
     """
 
-    table: AllRows
+    table: RowTable
     moves: Moves
+    is_cut: bool
 
-    def __init__(self, rows: BatchRows, group: dist.ProcessGroup) -> None:
-        self._rows, self._group, self._device = rows, group, get_device_name()
-        self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, rows: BatchRows, process_group: dist.ProcessGroup) -> None:
+        self._rows, self._process_group, self._device = rows, process_group, get_device_name()
+        self._size, self._rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         self.metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
 
-    def decide_moves(self, shape: ModelShape, tree_rule: TreeRule) -> bool:
-        """Tells all ranks of all rows, and finds each row a rank. Returns whether rows are cut, as in `group_rows`."""
+    def decide_moves(self, shape: ModelShape, tree_rule: TreeRule) -> None:
+        """Tells all ranks of all rows, and finds each row a rank."""
         with self._timed():
-            with together("describing rows", maxima=("num_rows", "cut_before"), same=("layout",)) as agreed:
+            with together("describing rows", maxima=("num_rows", "was_cut"), same=("format",)) as agreed:
                 self._codec = RowCodec.of_batch(self._rows.data)
                 own = describe(self._rows, shape)
                 agreed.maximum("num_rows", len(own))
-                agreed.maximum("cut_before", tree_rule.cut_before)
-                agreed.same("layout", self._codec.layout)
+                agreed.maximum("was_cut", tree_rule.was_cut)
+                agreed.same("format", self._codec.format)
             # After a batch whose rows stayed ranks may differ in it.
-            tree_rule = tree_rule._replace(cut_before=bool(agreed["cut_before"]))
-            compatible = agreed.is_same("layout")
+            tree_rule = tree_rule._replace(was_cut=bool(agreed["was_cut"]))
+            compatible = agreed.is_same("format")
             if not compatible:
                 warn_once(logger, "prefix.exchange: the ranks' batches have different fields, so that rows stay")
-            self.table = AllRows(self._gather(own, agreed["num_rows"]))
-            is_cut = tree_rule.cuts_rows(self.table.uids, self.table.keys)
+            self.table = RowTable(self._gather(own, agreed["num_rows"]))
+            self.is_cut = tree_rule.cuts_rows(self.table.uids, self.table.keys)
             pieces: list[torch.Tensor] = []
-            if is_cut:
+            if self.is_cut:
                 with together("describing turns", maxima=("num_pieces",)) as agreed:
                     own = describe_pieces(self._rows, shape, tree_rule)
                     agreed.maximum("num_pieces", len(own))
                 pieces = self._gather(own, agreed["num_pieces"])
             with together("placing rows", same=("homes",)) as agreed:
-                agreed.same("homes", self._find_homes(compatible, pieces if is_cut else None))
+                agreed.same("homes", self._find_homes(compatible, pieces if self.is_cut else None))
         if not agreed.is_same("homes"):
             raise RankError(
                 "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
                 "actor_rollout_ref.actor.prefix.exchange=off"
             )
-        return is_cut
 
     def _find_homes(self, compatible: bool, pieces: Sequence[torch.Tensor] | None) -> list[int]:
         """Finds the rank of every row of all ranks, and so `moves`, by `pieces` where rows are turns. Where ranks
@@ -153,14 +154,14 @@ class Travel:
         """As `Exchange.give_back`. A rank without outputs takes part in what all ranks do."""
         moves, lens = self.moves, self.table.lens
         with self._timed():
-            with together("returning outputs", same=("layout",)) as agreed:
+            with together("returning outputs", same=("format",)) as agreed:
                 codec, at = RowCodec(outputs or {}), itertools.count(len(moves.kept))
                 parcels = [codec.pack([])] * self._size
                 if outputs is not None:
                     _check_lens(outputs, [lens[row] for row in moves.computed])
                     parcels = [codec.pack([codec.row(next(at), i) for i in rows]) for rows in moves.got]
-                    agreed.same("layout", codec.layout)
-            if not agreed.is_same("layout"):
+                    agreed.same("format", codec.format)
+            if not agreed.is_same("format"):
                 raise RankError(f"ranks computed different outputs; this one has {', '.join(outputs or ())}")
             received = self._swap(parcels)
             with together("receiving outputs"):
@@ -183,7 +184,7 @@ class Travel:
         padded = torch.zeros(most + 1, table.shape[1], dtype=torch.int64)
         padded[0, 0], padded[1 : len(table) + 1] = len(table), table
         tables = torch.empty(self._size, *padded.shape, dtype=torch.int64, device=self._device)
-        dist.all_gather(list(tables), padded.to(self._device), group=self._group)
+        dist.all_gather(list(tables), padded.to(self._device), group=self._process_group)
         return [of_rank[1 : of_rank[0, 0] + 1] for of_rank in tables.cpu()]
 
     def _without_known_pixels(self, i: int, to: int) -> TravellingRow:
@@ -217,12 +218,12 @@ class Travel:
         """Sends each rank its parcel, uint8; returns what each sent here."""
         sizes = torch.tensor([len(parcel) for parcel in parcels], device=self._device)
         theirs = torch.empty_like(sizes)
-        dist.all_to_all_single(theirs, sizes, group=self._group)
+        dist.all_to_all_single(theirs, sizes, group=self._process_group)
         sent, got = sizes.tolist(), theirs.tolist()
         with together("making room for rows"):
             received = torch.empty(sum(got), dtype=torch.uint8, device=self._device)
             parcel = torch.cat(list(parcels)).to(self._device)
-        dist.all_to_all_single(received, parcel, got, sent, group=self._group)
+        dist.all_to_all_single(received, parcel, got, sent, group=self._process_group)
         self.metrics["prefix/exchanged_mib"] += sum(sent) / 2**20
         return received.cpu().split(got)
 

@@ -1,7 +1,6 @@
 """`prefix.verify`: when the self-check runs, on which rows, and what happens where it misses."""
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import make_plan
 from verl_prefix.engine.backend import Backend
+from verl_prefix.engine.checked_rows import candidates, cheapest
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import FLAGS
@@ -26,12 +26,7 @@ from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.self_check import Verdict, compare
 from verl_prefix.engine.together import together
 from verl_prefix.models.advice import WITHOUT_SHARING
-from verl_prefix.models.vision import is_vision_config, num_tower_runs, shown_lens
-from verl_prefix.versions import warn_once
 
-logger = logging.getLogger(__name__)
-
-_ENOUGH_TOKENS, _MOST_ROWS = 32, 8  # of a group that is checked
 _NO_FLAGS = dict.fromkeys(FLAGS, False)
 
 
@@ -74,11 +69,11 @@ class Verification:
         if not self._is_due():
             self._num_batches += 1
             return {}
-        candidates = self._candidates(rows, groups, budget)
-        if not candidates:
+        found = candidates(self._backend, rows, groups, budget)
+        if not found:
             return {}
         with out_of_memory_advice(None):
-            verdict = self._verdict(rows, _cheapest(candidates, len(rows)), budget, loss)
+            verdict = self._verdict(rows, cheapest(found, len(rows)), budget, loss)
         misses = []
         if verdict.missed:
             misses = [f"{verdict}. The shared-prefix path is wrong for this model; set {WITHOUT_SHARING}"]
@@ -100,43 +95,6 @@ class Verification:
         if isinstance(verify, str):
             return verify == "first_step" and self._num_batches == 0
         return verify > 0 and self._num_batches % verify == 0
-
-    def _candidates(self, rows: BatchRows, groups: Sequence[Group], budget: int) -> Sequence[Group]:
-        """Returns groups to choose from, if every rank has one. If a rank has none it says so once, and returns []."""
-        groups, limits = [group for group in groups if group.num_suffix_tokens] or groups, ""
-        if self._backend.stock_facts.why_not_sharded:
-            most = budget // self._backend.ranks.slices
-            fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
-            groups, limits = _with_chosen(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
-        choices = [groups]
-        if is_vision_config(self._backend.config):
-            choices = self._with_equal_tower_runs(rows, groups)
-            limits += ", without tokens of images or videos in responses"
-            if len(choices) > 1:
-                limits += " and with the same number of kinds of pixels (images, videos) on every rank"
-        lacking = self._backend.ranks.max_over_ranks([not candidates for candidates in choices])
-        for candidates, lacks in zip(choices, lacking, strict=True):
-            if not lacks:
-                return candidates
-        warn_once(
-            logger,
-            "prefix.verify waits for a batch in which every rank has a prompt%s; set "
-            "actor_rollout_ref.actor.prefix.verify=off where none will come",
-            limits,
-        )
-        return []
-
-    def _with_equal_tower_runs(self, rows: BatchRows, groups: Sequence[Group]) -> list[Sequence[Group]]:
-        """Returns sets of groups. In each set all stock passes run a vision tower equally often, as ranks have to: with
-        FSDP2 the stock path runs it once for images and once for videos. Rows whose response has a visual token are in
-        no set: a model may sample one, and the stock path would end, since there are no pixels for it."""
-        shown = zip(shown_lens(rows.data["input_ids"].unbind(), self._backend.config), rows.prompt_lens, strict=True)
-        groups, pixels = _with_chosen(groups, [last <= prompt_len for last, prompt_len in shown]), rows.pixels
-        if self._backend.stock_facts.equal_tower_runs:
-            return [groups]
-        # Rows of a tree may show other pixels each.
-        runs = [{num_tower_runs(pixels[row]) for row in group.rows} for group in groups]
-        return [[group for group, of_rows in zip(groups, runs, strict=True) if of_rows == {n}] for n in (1, 2)]
 
     def _gradients_of_dead_rows(self, rows: BatchRows, plan: Plan, loss: Loss) -> list[str]:
         """Checks on all ranks that rows in no pass of the plan have no gradient: dead rows, and rows with an empty
@@ -250,42 +208,3 @@ def _num_perturbed(num_rows: int, checked: int) -> int:
     rank's rows. Stock, packed and phased, which are compared, cost about two of these. Where ours is off, `compare`
     runs more."""
     return min(3, max(1, num_rows // (8 * checked) - 2))
-
-
-def _with_chosen(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
-    """The groups, each with those of its units all of whose rows are `chosen`; without any it is left out."""
-    found = []
-    for group in groups:
-        units = [range(*unit) for unit in group.units()]
-        places = [i for unit in units if all(chosen[group.rows[j]] for j in unit) for i in unit]
-        found += [group.with_rows(places)] if places else []
-    return found
-
-
-def _num_shared_tokens(group: Group, first: tuple[int, int], second: tuple[int, int]) -> int:
-    """How many strand tokens the last rows of two units share."""
-    forks = (group.forks[unit[1] - 1] for unit in (first, second))
-    one, another = ({strand: end for strand, _, end in group.strands_before(fork)} for fork in forks)
-    return max((min(end, another[strand]) for strand, end in one.items() if strand in another), default=0)
-
-
-def _cheapest(groups: Sequence[Group], num_rows: int) -> Group:
-    """Picks the cheapest group whose longest rows have enough response tokens to compare, cut to those rows: two, or
-    more where a rank has so many rows that three passes over them are an eighth of its update. Of a tree it keeps three
-    rows at least: the longest, and the rows that share the most and the least with it, so that passes nest."""
-
-    def longest(group: Group) -> Group:
-        units = sorted(group.units(), key=lambda unit: -sum(group.suffix_lens[slice(*unit)]))
-        least_rows = 3 if len(group.strands) > 1 and len(units) > 2 else 2
-        if least_rows == 3:
-            by_shared = sorted(units[1:], key=lambda unit: _num_shared_tokens(group, units[0], unit))
-            farthest, *between, nearest = by_shared
-            units = [units[0], nearest, farthest, *(unit for unit in units if unit in between)]
-        most_rows = max(least_rows, min(_MOST_ROWS, num_rows // 24))
-        tokens = [sum(sum(group.suffix_lens[slice(*unit)]) for unit in units[:n]) for n in range(least_rows, most_rows)]
-        count = next((n for n, sum_ in enumerate(tokens, start=least_rows) if sum_ >= _ENOUGH_TOKENS), most_rows)
-        return group.with_rows(sorted(row for unit in units[:count] for row in range(*unit))).pruned()
-
-    sampled = [longest(group) for group in groups]
-    shared = [group for group in sampled if group.is_shared] or sampled
-    return min(shared, key=lambda group: (-min(group.num_suffix_tokens, _ENOUGH_TOKENS), group.num_physical_tokens))

@@ -18,7 +18,7 @@ from verl.utils import tensordict_utils as tu
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.grouping import TreeRule, group_rows
-from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
+from verl_prefix.engine.row_table import RowTable, describe, describe_pieces
 from verl_prefix.engine.rows import BatchRows, is_padding
 from verl_prefix.testing.rollouts import turn_rollouts
 from verl_prefix.tools.plan.options import Rollout, Turns
@@ -68,7 +68,7 @@ class TokenStep(Step):
         self, ranks: list[list[int]], exchange: bool, dead: Set[int | None] = frozenset()
     ) -> list[list[Group]]:
         """As the engine's exchange and `grouping.group_rows` make them; nothing is `dead`."""
-        step, every = AllRows([self.table]), AllRows([self.table[rank] for rank in ranks])
+        step, every = RowTable([self.table]), RowTable([self.table[rank] for rank in ranks])
         tree_rule, homes = TreeRule(self.over, frozenset({END})), every.ranks
         is_cut = tree_rule.cuts_rows(step.uids, step.keys)
         if exchange and len(ranks) > 1 and is_cut:
