@@ -492,6 +492,15 @@ def test_off_in_a_yaml_file_which_is_false_there_is_off(key):
         PrefixConfig(**{key: True})
 
 
+def test_the_page_has_every_key_with_its_default():
+    folder = Path(__file__).parents[2] / "verl_prefix/config"
+    table = (folder / "README.md").read_text().split("\n## Keys\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \| \S", table, flags=re.M)
+    options = OmegaConf.load(folder / "prefix/options.yaml")
+    said = [(key, OmegaConf.create(f"{key}: {default}")[key]) for key, default in rows]
+    assert [("_target_", options._target_), *said] == list(options.items())
+
+
 def test_misspelt_prefix_key_is_named():
     with pytest.raises(ConfigCompositionException, match="shedule"):
         composed(f"{ACTOR}.prefix.shedule=packed")

@@ -103,7 +103,7 @@ def test_what_pages_say_without_a_number_holds(part: str, expression: str) -> No
         ("examples/results/README.md", "62.0 / 11.0", "62.0 / 10.0"),
         ("examples/results/README.md", "# What was measured", "# What was measured: losses differ by 4e-7"),
         ("tests/studies/README.md", "All 31 jobs", "All 32 jobs"),
-        ("recipes/README.md", "on one CPU core", "on one CPU core, 4.4 times as fast,"),
+        ("examples/results/README.md", "on one CPU core", "on one CPU core, 4.4 times as fast,"),
         ("CHANGELOG.md", "- Recipes", "- 4.9 times as fast. Recipes"),
     ],
 )
@@ -118,6 +118,12 @@ def test_a_ratio_that_its_report_forbids_cannot_be_quoted(name: str) -> None:
     uneven["ratios"]["step"]["ratio"] = None
     with pytest.raises(ValueError, match="step: .*steps after the first"):
         problems(name, read(name), REPORTS | {"demo_smollm2": uneven})
+
+
+def test_readme_says_what_verls_own_scripts_gain() -> None:
+    of_fsdp, readme = read("examples/results/verl_scripts.md").split("\n## ")[0], " ".join(read("README.md").split())
+    gains = sorted(re.findall(r"accepted, (\d\.\d\d) \|", of_fsdp))
+    assert len(gains) > 20 and f"have short prompts and gain {gains[0]} to {gains[-1]}" in readme
 
 
 def test_a_committed_report_of_one_timed_step_forbids_ratios() -> None:
@@ -175,7 +181,9 @@ def test_every_report_names_versions_device_and_a_commit_of_this_history() -> No
 
 def test_readme_begins_with_commands_that_make_and_ci_know() -> None:
     commands = re.search(r"```bash\n(.*?)```", read("README.md"), flags=re.S)[1]
-    assert [line.split("#")[0].strip() for line in commands.splitlines()] == ["make demo", "make test"]
+    clone, *commands = [line.split("#")[0].strip() for line in commands.splitlines()]
+    url = re.search(r'URL = "(.+)"', read("setup.py"))[1]
+    assert clone == f"git clone {url} && cd {url.rpartition('/')[2]}" and commands == ["make demo", "make test"]
     for target in ("demo", "test"):
         assert re.search(rf"^{target}: setup", read("Makefile"), flags=re.M)
     assert "\nmake test\n" in read(".ci/run")
