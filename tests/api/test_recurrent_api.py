@@ -66,7 +66,7 @@ def test_other_forwards_of_the_model_between_two_waves(tmp_path, family):
             assert all(torch.equal(x, y) for x, y in zip(again, truth, strict=True))
             sum(row.sum() for row in wave.log_probs).backward()
     with (
-        pytest.raises(RuntimeError, match=f"ran without a prefix_pass; {WHOLE_ROWS}"),
+        pytest.raises(RuntimeError, match=f"ran without a prefix_context; {WHOLE_ROWS}"),
         phased_update(model, prompts, responses, groups=[0, 0]),
     ):
         model(input_ids=prompts[0].unsqueeze(0))

@@ -533,11 +533,11 @@ def positions_restarted(patch):
 
     begin = MegatronModel._begin
 
-    def restarted(self, attention_pass, position_ids):
-        strands = attention_pass.layout.num_strand_tokens
-        lens = [segment.length for segment in attention_pass.layout.segments[attention_pass.layout.num_strands :]]
+    def restarted(self, forward_context, position_ids):
+        strands = forward_context.layout.num_strand_tokens
+        lens = [segment.length for segment in forward_context.layout.segments[forward_context.layout.num_strands :]]
         own = torch.cat([torch.arange(n) for n in lens] or [torch.arange(0)])
-        return begin(self, attention_pass, torch.cat([position_ids[:strands], own]))
+        return begin(self, forward_context, torch.cat([position_ids[:strands], own]))
 
     patch.setattr(MegatronModel, "_begin", restarted)
 

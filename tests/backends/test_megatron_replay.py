@@ -232,9 +232,9 @@ def _verified(models: dict, which: str, moves: bool) -> Any:
 
     begin = MegatronModel._begin
 
-    def moved(self: Any, attention_pass: Any, position_ids: torch.Tensor) -> Any:
-        attention_pass.routes = attention_pass.routes.roll(1, 0)
-        return begin(self, attention_pass, position_ids)
+    def moved(self: Any, forward_context: Any, position_ids: torch.Tensor) -> Any:
+        forward_context.routes = forward_context.routes.roll(1, 0)
+        return begin(self, forward_context, position_ids)
 
     with mock.patch.object(MegatronModel, "_begin", moved) if moves else contextlib.nullcontext():
         return _errors(models, which, verify="first_step")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_prefix.core import attention
-from verl_prefix.core.attention import AttentionPass, merge
+from verl_prefix.core.attention import ForwardContext, merge
 from verl_prefix.core.calls import AttentionParams, Call, Spans
 from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu, reference
 from verl_prefix.core.layout import Layout
@@ -153,11 +153,11 @@ def test_a_pass_asks_for_a_kernel_of_its_tensors_and_keeps_nothing_unasked(monke
     asked = []
     monkeypatch.setattr(attention, "choose_kernel", lambda *args, **options: asked.append((args, options)) or reference)
     layout = Layout(torch.arange(5), (Segment(5),))
-    one, q, k = AttentionPass(layout, "reference"), torch.randn(5, 4, 24), torch.randn(5, 2, 24)
+    one, q, k = ForwardContext(layout, "reference"), torch.randn(5, 4, 24), torch.randn(5, 2, 24)
     one.attend(0, q, k, k, None, AttentionParams(0.2))
     one.attend(1, q, k, k, None, AttentionParams(0.2, softcap=5.0))
     of = "reference", "cpu", torch.float32, 24
     assert asked == [(of, {"softcap": False}), (of, {"softcap": True})]
     assert one.num_calls == 2 and one.kept is None
     with pytest.raises(RuntimeError, match="layer 3 runs in a nested pass and did not run in phase A"):
-        AttentionPass(layout, "reference", outer_caches=[PrefixCache()]).attend(3, q, k, k, None, AttentionParams(0.2))
+        ForwardContext(layout, "reference", outer_caches=[PrefixCache()]).attend(3, q, k, k, None, AttentionParams(0.2))

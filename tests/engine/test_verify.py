@@ -107,12 +107,12 @@ def verdict(
     def deepest(groups):
         return Plan(tuple(Nesting(group, 1, 1, offload=False).deepest() for group in groups))
 
-    def ours(schedule, pass_type):
+    def ours(schedule, context_type):
         with pytest.MonkeyPatch.context() as patch:
             if broken:
                 broken(patch)
             plan = deepest if rows and schedule == "phased" else None
-            return torch.cat(run_shared(model, batch, schedule, pass_type=pass_type, wave_tokens=1, plan=plan))
+            return torch.cat(run_shared(model, batch, schedule, context_type=context_type, wave_tokens=1, plan=plan))
 
     noise = functools.partial(noise_of, model, dtype)
     with gradients_aside(model):

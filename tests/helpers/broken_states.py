@@ -9,28 +9,28 @@ from verl_prefix.core.sequence_parallel import Shards
 
 
 def changed_states(patch, change):
-    """Suffixes start from other states: change(attention_pass, key, states)."""
+    """Suffixes start from other states: change(forward_context, key, states)."""
     made = recurrence._initial_states
 
-    def changed(attention_pass, key, own, of, device):
-        found = made(attention_pass, key, own, of, device)
-        return found if found is None or of == "strands" else change(attention_pass, key, found)
+    def changed(forward_context, key, own, of, device):
+        found = made(forward_context, key, own, of, device)
+        return found if found is None or of == "strands" else change(forward_context, key, found)
 
     patch.setattr(recurrence, "_initial_states", changed)
 
 
 def states_of_zero(patch):
     """Suffixes start as if they had no prefix."""
-    changed_states(patch, lambda attention_pass, key, found: torch.zeros_like(found))
+    changed_states(patch, lambda forward_context, key, found: torch.zeros_like(found))
 
 
 def scan_states_of_zero(patch):
     """Of the two that a layer leaves, its convolution's inputs are right."""
-    changed_states(patch, lambda attention_pass, key, found: torch.zeros_like(found) if key[0] == "scan" else found)
+    changed_states(patch, lambda forward_context, key, found: torch.zeros_like(found) if key[0] == "scan" else found)
 
 
 def conv_tail_one_token_off(patch):
-    changed_states(patch, lambda attention_pass, key, found: found if key[0] == "scan" else found.roll(1, dims=1))
+    changed_states(patch, lambda forward_context, key, found: found if key[0] == "scan" else found.roll(1, dims=1))
 
 
 def gradients_dropped_in_packed(patch):
@@ -64,10 +64,10 @@ def fork_writes_into_the_state(patch):
 def states_of_another_ranks_heads(patch):
     """Under sequence parallelism."""
 
-    def others(attention_pass, key, found):
+    def others(forward_context, key, found):
         if key[0] != "scan":
             return found
-        shards = attention_pass.shards
+        shards = forward_context.shards
         of_ranks = [torch.empty_like(found) for _ in range(shards.size)]
         torch.distributed.all_gather(of_ranks, found.detach().contiguous(), group=shards.group)
         return found + (of_ranks[shards.rank - 1] - found).detach()

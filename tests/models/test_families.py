@@ -29,7 +29,7 @@ from short_chunks import short_chunks
 from torch.utils.checkpoint import checkpoint
 
 from verl_prefix.core import layout
-from verl_prefix.core.attention import AttentionPass, GroupedAttention
+from verl_prefix.core.attention import ForwardContext, GroupedAttention
 from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
 from verl_prefix.models import recurrent
@@ -320,12 +320,12 @@ def test_a_forward_that_others_checkpoint_runs_again_in_its_own_pass(family, sch
     for layer in model.model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         if family == "lfm2" and hasattr(layer, "conv"):
-            hook = lambda module, args, kwargs: told.append("prefix_pass" in kwargs)  # noqa: E731
+            hook = lambda module, args, kwargs: told.append("prefix_context" in kwargs)  # noqa: E731
             layer.conv.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         ours = measure(model, lambda: run_shared(model, batch, **SCHEDULES[schedule]))
     except RuntimeError as error:
-        assert "Lfm2ShortConv layer 2 ran without a prefix_pass" in str(error)
+        assert "Lfm2ShortConv layer 2 ran without a prefix_context" in str(error)
         assert told and not any(told)
         return
     assert max(errors(ours, truth).values()) < 1e-9
@@ -395,9 +395,9 @@ def test_attention_that_is_kept_runs_no_kernel_again_and_changes_nothing(family,
             out, lse = super().pop(layer)
             return out * 1.01, lse
 
-    init = AttentionPass.__init__
+    init = ForwardContext.__init__
     monkeypatch.setattr(
-        AttentionPass,
+        ForwardContext,
         "__init__",
         lambda self, *args, **kw: (init(self, *args, **kw), setattr(self, "kept", Wrong()))[0],
     )
@@ -508,14 +508,14 @@ def test_dropout_inside_the_model_is_refused():
 @pytest.mark.parametrize(
     "asked",
     [
-        dict(prefix_pass=None), dict(attention_mask=torch.zeros(1, 1, 1, 1)), dict(dropout=0.1),
+        dict(prefix_context=None), dict(attention_mask=torch.zeros(1, 1, 1, 1)), dict(dropout=0.1),
         dict(sliding_window=9), dict(batch=2), dict(is_causal=False),
     ],
     ids=lambda asked: "".join(asked),
 )  # fmt: skip
 def test_what_a_layer_asks_for_and_would_not_get_is_refused(asked):
     attention = build("mistral-window-8").model.layers[0].self_attn
-    options = dict(prefix_pass=AttentionPass(layout.build_layout([], [0]), "auto"), attention_mask=None)
+    options = dict(prefix_context=ForwardContext(layout.build_layout([], [0]), "auto"), attention_mask=None)
     options |= dict(sliding_window=8, batch=1) | asked
     x = torch.zeros(options.pop("batch"), 4, 1, 8)
     with pytest.raises(RuntimeError, match=f"MistralAttention layer 0 called the .*; {WHOLE_ROWS}, and report"):

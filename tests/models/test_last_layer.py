@@ -76,13 +76,13 @@ def shifted(monkeypatch):
     call = last_layer._OnHeadTokens.__call__
 
     def wrong(self, x):
-        attention_pass = self.attention_pass
-        own = attention_pass.head_tokens
-        attention_pass.head_tokens = (own - 1).clamp(min=0)
+        forward_context = self.forward_context
+        own = forward_context.head_tokens
+        forward_context.head_tokens = (own - 1).clamp(min=0)
         try:
             return call(self, x)
         finally:
-            attention_pass.head_tokens = own
+            forward_context.head_tokens = own
 
     monkeypatch.setattr(last_layer._OnHeadTokens, "__call__", wrong)
 
@@ -123,7 +123,7 @@ def test_layers_that_run_whole(family):
 
 
 @pytest.mark.parametrize(
-    ("layers", "told"), [(2, "prefix_pass=False"), (1, "a Linear of the last layer ran without a prefix_pass")]
+    ("layers", "told"), [(2, "prefix_context=False"), (1, "a Linear of the last layer ran without a prefix_context")]
 )
 def test_a_forward_without_a_pass_is_refused(layers, told):
     model = build("llama3")

@@ -44,11 +44,11 @@ def sabotage(kind: str) -> None:
     run, add_grad = PackedForward._run, PrefixCache.add_grad
     from_logits, made = TokenOutputs.of_logits, source.synthetic_rows
 
-    def one_off(self, tokens, head_tokens, attention_pass, outputs):
+    def one_off(self, tokens, head_tokens, forward_context, outputs):
         positions = tokens.position_ids.clone()
-        positions[attention_pass.layout.output_places] += 1
+        positions[forward_context.layout.output_places] += 1
         tokens = dataclasses.replace(tokens, position_ids=positions)
-        return run(self, tokens, head_tokens, attention_pass, outputs)
+        return run(self, tokens, head_tokens, forward_context, outputs)
 
     def dropped(self, layer, *args):
         if layer != 1:

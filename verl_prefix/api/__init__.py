@@ -20,7 +20,7 @@ import torch
 from verl_prefix.api.checks import Tokens, check_sizes, check_waves, token_rows
 from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by_row
 from verl_prefix.api.rows import Batch, HiddenBatch, PerToken
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.forward import PackedForward, PassOutputs
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner
@@ -270,7 +270,7 @@ def _by_row(
     forward = PackedForward(
         model, batch.of_logits, kernel=attention, logits_chunk=logits_chunk,
         context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
-        pass_type=functools.partial(_GraphPass, hidden) if torch.is_grad_enabled() else AttentionPass,
+        context_type=functools.partial(_GraphContext, hidden) if torch.is_grad_enabled() else ForwardContext,
     )  # fmt: skip
     runner = PlanRunner(forward)
     if schedule == "phased":
@@ -287,7 +287,7 @@ def _by_row(
     return by_row
 
 
-class _GraphPass(AttentionPass):
+class _GraphContext(ForwardContext):
     """A pass whose graph outlives the call.
 
     Args:

@@ -25,11 +25,11 @@ from verl_prefix.core.sequence_parallel import Shards
 Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-class AttentionPass:
-    """Everything that the attention layers of one forward need.
+class ForwardContext:
+    """What the layers of one forward share: its packed row, the caches, shards and routes.
 
     It goes through the model as a keyword argument. So gradient checkpointing, which runs layers again, hands them the
-    same pass, on whatever thread autograd runs them. It is no dataclass on purpose: FSDP2 copies dataclass inputs for
+    same one, on whatever thread autograd runs them. It is no dataclass on purpose: FSDP2 copies dataclass inputs for
     each layer, and each copy would count its own calls.
 
     Args:

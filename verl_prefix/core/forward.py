@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
@@ -53,11 +53,11 @@ class Model(Protocol):
     is_early_stage: bool
 
     def grouped_attention(self) -> AbstractContextManager[None]:
-        """While open, attention layers call `AttentionPass.attend` of the forward's pass."""
+        """While open, attention layers call `ForwardContext.attend` of the forward's pass."""
 
     def token_outputs(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, head_tokens: torch.Tensor,
-        attention_pass: AttentionPass, of_head: HeadFn | None, logits_chunk: int,
+        forward_context: ForwardContext, of_head: HeadFn | None, logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         """Runs a packed row [T] forward; returns the outputs [n, k] of `head_tokens` [n].
@@ -76,7 +76,7 @@ class TokenBatch:
         pixels: of a vision model's rows.
         is_read: [N] bool in host memory: tokens whose outputs the loss reads; None: all of responses. lm_head runs on
             these, and on one other where a backward, or a rank beside this one, needs it.
-        routes: [N, layers, k] int16 in host memory, as of `AttentionPass`; None: routers choose.
+        routes: [N, layers, k] int16 in host memory, as of `ForwardContext`; None: routers choose.
         records: after a forward the routes that its tokens took are copied to `routes`, which must be given.
     """
 
@@ -99,8 +99,8 @@ class PackedForward:
         context: context of one forward and its loss, not of backward (autocast).
         kernel: name for `kernels.choose_kernel`.
         logits_chunk: tokens whose logits exist at once.
-        keep_attention: of `AttentionPass`.
-        pass_type: `AttentionPass`, or a subclass that looks at its layers.
+        keep_attention: of `ForwardContext`.
+        context_type: `ForwardContext`, or a subclass that looks at its layers.
         sequence_group: ranks that compute every packed row together (see `core.sequence_parallel`); None: this rank
             alone.
     """
@@ -111,7 +111,7 @@ class PackedForward:
     kernel: str = "auto"
     logits_chunk: int = LOGITS_CHUNK
     keep_attention: bool = False
-    pass_type: Callable[..., AttentionPass] = AttentionPass
+    context_type: Callable[..., ForwardContext] = ForwardContext
     sequence_group: dist.ProcessGroup | None = None
 
     def phase_a(
@@ -129,30 +129,30 @@ class PackedForward:
             [m, k], where the backward of phase C starts: outputs of the strand tokens that rows read; if rows read
             none, one output of the last token; on an early stage of a pipeline, hidden states.
         """
-        attention_pass = self._attention_pass(layout, outer_caches, self.keep_attention and not offloads, cache)
+        forward_context = self._attention_pass(layout, outer_caches, self.keep_attention and not offloads, cache)
         head_tokens = torch.tensor([layout.num_tokens - 1])
         of_logits: LogitsFn | None = _sum_logits if with_head else None
         if layout.output_index is not None:
             head_tokens, of_logits = layout.head_tokens, self.of_logits
         with self.context():
-            result = self._run(tokens, head_tokens, attention_pass, of_logits)
+            result = self._run(tokens, head_tokens, forward_context, of_logits)
             if layout.output_index is None or self.model.is_early_stage:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
     def packed(self, tokens: TokenBatch, layout: Layout, outer_caches: Sequence[PrefixCache]) -> PassOutputs:
         """The forward of a packed pass; `outer_caches` are those of the phases A around it, the outermost first."""
-        attention_pass = self._attention_pass(layout, outer_caches, self.keep_attention)
+        forward_context = self._attention_pass(layout, outer_caches, self.keep_attention)
         with self.context():
             of_logits = self.of_logits if layout.groups else _sum_logits
-            outputs = self._run(tokens, layout.head_tokens, attention_pass, of_logits)
+            outputs = self._run(tokens, layout.head_tokens, forward_context, of_logits)
             return PassOutputs(layout, self._gather_outputs(outputs, layout, outer_caches))
 
     def _attention_pass(
         self, layout: Layout, outer_caches: Sequence[PrefixCache], keeps: bool, own_cache: PrefixCache | None = None
-    ) -> AttentionPass:
+    ) -> ForwardContext:
         keeps = keeps and torch.is_grad_enabled()  # for backward
-        return self.pass_type(layout, self.kernel, own_cache, outer_caches, keeps)
+        return self.context_type(layout, self.kernel, own_cache, outer_caches, keeps)
 
     def _gather_outputs(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
@@ -178,38 +178,38 @@ class PackedForward:
         return read
 
     def _run(
-        self, tokens: TokenBatch, head_tokens: torch.Tensor, attention_pass: AttentionPass, of_logits: LogitsFn | None
+        self, tokens: TokenBatch, head_tokens: torch.Tensor, forward_context: ForwardContext, of_logits: LogitsFn | None
     ) -> torch.Tensor:
         """Runs the model on a packed row; returns outputs of `head_tokens` as of `Model.token_outputs`."""
-        device, layout = tokens.input_ids.device, attention_pass.layout
+        device, layout = tokens.input_ids.device, forward_context.layout
         places, shards = layout.places, None
         local_head_tokens = head_tokens
         if self.sequence_group is not None:
-            shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
+            shards = forward_context.shards = Shards(self.sequence_group, layout, device)
             places = layout.places[shards.tokens]
             local_head_tokens, gathered_at = shards.spread_head(head_tokens)
         if tokens.routes is not None:
-            attention_pass.routes = on_device(tokens.routes[places], device)
+            forward_context.routes = on_device(tokens.routes[places], device)
         places, local_head_tokens = on_device(places, device), on_device(local_head_tokens, device)
-        attention_pass.head_tokens = local_head_tokens
+        forward_context.head_tokens = local_head_tokens
         head_places = places[local_head_tokens]
         of_head: HeadFn | None = of_logits and (lambda which, logits: of_logits(head_places[which], logits))
         pixels = tokens.pixels and tokens.pixels.of(layout.groups, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
             tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=local_head_tokens,
-            attention_pass=attention_pass, of_head=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
+            forward_context=forward_context, of_head=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
         if tokens.records and layout.groups:
-            _record(tokens, attention_pass)
+            _record(tokens, forward_context)
         return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered_at)
 
 
-def _record(tokens: TokenBatch, attention_pass: AttentionPass) -> None:
+def _record(tokens: TokenBatch, forward_context: ForwardContext) -> None:
     """Writes the routes of a pass into the batch's routes. Each rank that shares the packed row gets all its routes."""
-    assert tokens.routes is not None and attention_pass.routes is not None
-    routes, shards = attention_pass.routes, attention_pass.shards
+    assert tokens.routes is not None and forward_context.routes is not None
+    routes, shards = forward_context.routes, forward_context.shards
     routes = routes if shards is None else shards.whole(routes.view(torch.uint8)).view(torch.int16)  # NCCL: no int16
-    tokens.routes[attention_pass.layout.places] = routes.cpu()
+    tokens.routes[forward_context.layout.places] = routes.cpu()
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import Spans
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, ReadPrefix
@@ -37,7 +37,7 @@ Scan = Callable[[Sequence[torch.Tensor], Spans, torch.Tensor | None], Scanned]
 
 
 def shared_scan(
-    attention_pass: AttentionPass, key: Key, inputs: Sequence[torch.Tensor], scan: Scan, neutral: Sequence[float]
+    forward_context: ForwardContext, key: Key, inputs: Sequence[torch.Tensor], scan: Scan, neutral: Sequence[float]
 ) -> torch.Tensor:
     """Outputs [T, ...] of a recurrence over the pass's segments, whose suffixes start from their prefix's state.
 
@@ -52,20 +52,20 @@ def shared_scan(
         length = len(filled[0])
         return scan(filled, Spans((0, length), (0, length)), None).outputs[shift:]
 
-    layout = attention_pass.layout
+    layout = forward_context.layout
     suffixes, num_strand_tokens, device = layout.states.suffixes, layout.num_strand_tokens, inputs[0].device
     parts, states = [], None
     if num_strand_tokens:
-        inherited = _initial_states(attention_pass, key, None, "strands", device)
+        inherited = _initial_states(forward_context, key, None, "strands", device)
         outputs, states = _scan_strands(layout, inputs, scan, inherited)
-        if attention_pass.own_cache is not None:
-            outputs = attention_pass.own_cache.capture(key, states, beside=(outputs,))[-1]
+        if forward_context.own_cache is not None:
+            outputs = forward_context.own_cache.capture(key, states, beside=(outputs,))[-1]
         parts.append(outputs)
     if suffixes.lens:
-        initial = _initial_states(attention_pass, key, states, "suffixes", device)
+        initial = _initial_states(forward_context, key, states, "suffixes", device)
         parts.append(scan([x[num_strand_tokens:] for x in inputs], suffixes, initial).outputs)
     out = torch.cat(parts)
-    attention_pass.on_recurrence(key, inputs, whole, out)
+    forward_context.on_recurrence(key, inputs, whole, out)
     return out
 
 
@@ -97,7 +97,7 @@ def _scan_strands(
 
 
 def shared_conv(
-    attention_pass: AttentionPass, key: Key, x: torch.Tensor, width: int, conv: Callable[[torch.Tensor], torch.Tensor]
+    forward_context: ForwardContext, key: Key, x: torch.Tensor, width: int, conv: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Causal convolution [T, D] of the pass's segments x [T, D], whose suffixes see the end of their prefix.
 
@@ -105,14 +105,14 @@ def shared_conv(
         key: the layer's, for the prefix cache. width: tokens that an output sees, itself included.
         conv: the convolution of t tokens, with zeros in front of them: [t, D] -> [t, D].
     """
-    layout, tail_len = attention_pass.layout, width - 1
+    layout, tail_len = forward_context.layout, width - 1
     num_strands, lens = layout.num_strands, [segment.length for segment in layout.segments]
     tails = inherited = None
     if num_strands:
-        inherited = _initial_states(attention_pass, key, None, "strands", x.device)
+        inherited = _initial_states(forward_context, key, None, "strands", x.device)
         tails = _last_inputs(layout, x, tail_len, inherited)
-        if attention_pass.own_cache is not None:
-            x = attention_pass.own_cache.capture(key, tails, beside=(x,))[-1]
+        if forward_context.own_cache is not None:
+            x = forward_context.own_cache.capture(key, tails, beside=(x,))[-1]
     of_segments = x.split(lens)
     before = [x.new_zeros(tail_len, x.shape[-1])] * len(of_segments)
     for i, strand in enumerate(layout.segments[:num_strands]):
@@ -122,12 +122,12 @@ def shared_conv(
         elif strand.path:
             assert inherited is not None
             before[i] = inherited[i]
-    if (of_suffixes := _initial_states(attention_pass, key, tails, "suffixes", x.device)) is not None:
+    if (of_suffixes := _initial_states(forward_context, key, tails, "suffixes", x.device)) is not None:
         before[num_strands:] = of_suffixes.unbind()
     after_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
     lens = [n for segment in of_segments for n in (tail_len, len(segment))]
     out = torch.cat(after_tails.split(lens)[1::2])
-    attention_pass.on_recurrence(key, [x], lambda of_row, shift: conv(of_row[0]), out)
+    forward_context.on_recurrence(key, [x], lambda of_row, shift: conv(of_row[0]), out)
     return out
 
 
@@ -144,7 +144,7 @@ def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int, inherited: torc
 
 
 def _initial_states(
-    attention_pass: AttentionPass, key: Key, own: torch.Tensor | None, of: SegmentKind, device: torch.device
+    forward_context: ForwardContext, key: Key, own: torch.Tensor | None, of: SegmentKind, device: torch.device
 ) -> torch.Tensor | None:
     """The state [n, ...] from which each of the pass's n strands or suffixes starts. It is zeros for a segment that
     starts from no state, and for a strand that continues another strand of this pass. None: all are zeros.
@@ -152,7 +152,7 @@ def _initial_states(
     Args:
         own: [M, ...], states that the packed row's own strands leave; None where no segment starts from these.
     """
-    layout, caches = attention_pass.layout, attention_pass.outer_caches
+    layout, caches = forward_context.layout, forward_context.outer_caches
     total = layout.num_strands if of == "strands" else len(layout.states.suffixes.lens)
     initial = None
     for level, segments, numbers in layout.states.initial(of, device):

@@ -139,7 +139,7 @@ class Backend(ABC):
     @abstractmethod
     def replay(self) -> Replay | None:
         """Whether and how passes and the stock path replay routers; None: they do not, and routers choose. A pass that
-        replays does it as `AttentionPass.routes` says."""
+        replays does it as `ForwardContext.routes` says."""
 
     @property
     @abstractmethod

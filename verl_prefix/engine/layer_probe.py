@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.runs import ranges
@@ -78,7 +78,7 @@ class LayerProbe:
         self.worst_attention = max(self.worst_attention, Figure(ratio_of(error, noise), MAX_ATTENTION, where))
 
 
-class ProbedPass(AttentionPass):
+class ProbedContext(ForwardContext):
     """A packed pass of one group whose layers a probe measures."""
 
     def __init__(self, *args: Any, probe: LayerProbe, **options: Any) -> None:

@@ -20,7 +20,7 @@ from verl.utils.device import get_device_id
 from verl_prefix.auto.cost import Memory
 from verl_prefix.config.actor import NO_REPLAY, NO_ROUTES, SKIP_ZERO_ADVANTAGE, role_of
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan
@@ -200,7 +200,7 @@ class PrefixEngine:
 
     def run_plan(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool, *,
-        pass_type: Callable[..., AttentionPass] = AttentionPass, memory: Memory | None = None,
+        context_type: Callable[..., ForwardContext] = ForwardContext, memory: Memory | None = None,
         meter: Meter | None = None,
     ) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
         """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
@@ -208,7 +208,7 @@ class PrefixEngine:
         Args:
             rows: as `_with_loss_fields` makes them. groups: of these rows, with idle groups.
             meter: what measures the passes; None: a new one.
-            pass_type: as in `core.forward.PackedForward`.
+            context_type: as in `core.forward.PackedForward`.
             memory: what the passes keep; None: as little as they need.
         """
         ranks, memory = self.backend.ranks, memory or self._paths.costs.memory
@@ -219,7 +219,7 @@ class PrefixEngine:
         results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
         runner = self._new_runner(
             results.token_outputs.of_logits, results.step, forward_only, offload=self.prefix_config.offload,
-            keep_attention=memory.attention_kept, logits_chunk=memory.chunk, pass_type=pass_type, meter=meter,
+            keep_attention=memory.attention_kept, logits_chunk=memory.chunk, context_type=context_type, meter=meter,
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext():
             try:

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from verl_prefix.core.attention import AttentionPass
-from verl_prefix.engine.layer_probe import Figure, LayerProbe, ProbedPass, ratio_of, sum_of_squares
+from verl_prefix.core.attention import ForwardContext
+from verl_prefix.engine.layer_probe import Figure, LayerProbe, ProbedContext, ratio_of, sum_of_squares
 
 # A perturbed pass rounds differently once per layer; ours also at its matmuls, whose shapes differ from stock's.
 MAX_LOG_PROBS = 3.0
@@ -96,7 +96,7 @@ class Gradients:
 
 def compare(
     stock: Callable[[], torch.Tensor],
-    ours: Callable[[str, Callable[..., AttentionPass]], torch.Tensor],
+    ours: Callable[[str, Callable[..., ForwardContext]], torch.Tensor],
     rounding_noise: Callable[[int], AbstractContextManager],
     gradients: Gradients,
     reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
@@ -108,7 +108,7 @@ def compare(
 
     Args:
         stock: [n] log-probs by the stock path, with gradients of a loss of them, which `ours` has as well.
-        ours: the same by schedule "packed" or "phased", with passes of a type (`PackedForward.pass_type`).
+        ours: the same by schedule "packed" or "phased", with passes of a type (`PackedForward.context_type`).
         rounding_noise: of a seed; while open, layers' outputs are rounded differently each time.
         gradients: of the model that both run on.
         reduce_sum: element-wise sum over ranks.
@@ -129,8 +129,8 @@ def compare(
             perturbed.extend(distances(stock()) for _ in range(number))
 
     perturb(num_perturbed)
-    packed = distances(ours("packed", functools.partial(ProbedPass, probe=probe)))
-    phased = distances(ours("phased", AttentionPass))
+    packed = distances(ours("packed", functools.partial(ProbedContext, probe=probe)))
+    phased = distances(ours("phased", ForwardContext))
 
     def figures() -> tuple[Figure, Figure]:
         """Of outputs and gradients, the same on all ranks."""

@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.groups import Group
 from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan
@@ -146,10 +146,10 @@ class Verification:
         def stock() -> torch.Tensor:
             return responses(backend.run_stock_path(for_stock.data, falling, forward_only))
 
-        def ours(schedule: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
+        def ours(schedule: str, context_type: Callable[..., ForwardContext]) -> torch.Tensor:
             plan = plan_to_check(group, budget, schedule, nests=backend.memory(self._options).stages == 1)
             falling_loss = Loss(falling, fields={"temperature", "verify_weight"})
-            output, _ = self._run_plan(of_group, [group], plan, falling_loss, forward_only, pass_type=pass_type)
+            output, _ = self._run_plan(of_group, [group], plan, falling_loss, forward_only, context_type=context_type)
             return responses(output)
 
         with backend.gradients_aside():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.runs import on_device
 from verl_prefix.core.sequence_parallel import Shards
@@ -90,11 +90,11 @@ class CountedRouters(ExpertLoads):
         self._routers = [module for module in model.modules() if isinstance(module, kinds)]
 
     @contextmanager
-    def counting(self, attention_pass: AttentionPass, device: torch.device) -> Iterator[None]:
+    def counting(self, forward_context: ForwardContext, device: torch.device) -> Iterator[None]:
         """Context of a forward on `device`, whose tokens count as often as the logical batch has them."""
         with ExitStack() as hooks:
             if self._routers and torch.is_grad_enabled():
-                weights = on_device(multiplicity(attention_pass.layout, attention_pass.shards), device)
+                weights = on_device(multiplicity(forward_context.layout, forward_context.shards), device)
                 for layer, router in enumerate(self._routers):
                     hook = functools.partial(self._count, layer, weights)
                     hooks.callback(router.register_forward_hook(hook).remove)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.forward import HeadFn
 from verl_prefix.core.runs import on_device
@@ -49,7 +49,7 @@ def grouped_attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    prefix_pass: AttentionPass | None = None,
+    prefix_context: ForwardContext | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Our attention behind transformers' interface: query [1, H, T, D], key [1, K, T, D], value [1, K, T, V], V <= D,
@@ -64,14 +64,14 @@ def grouped_attention_forward(
     wanted = layer_window(module.config.get_text_config(), module.layer_idx)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as transformers reads it
     if (
-        prefix_pass is None or attention_mask is not None or dropout or sliding_window != wanted or query.shape[0] != 1
-        or not causal
+        prefix_context is None or attention_mask is not None or dropout or sliding_window != wanted
+        or query.shape[0] != 1 or not causal
     ):  # fmt: skip
         raise RuntimeError(
             f"{type(module).__name__} layer {module.layer_idx} called the shared-prefix attention with "
-            f"prefix_pass={prefix_pass is not None}, attention_mask={attention_mask is not None}, dropout={dropout}, "
-            f"sliding_window={sliding_window} (its config says {wanted}), batch {query.shape[0]}, is_causal={causal}; "
-            f"{WHOLE_ROWS}, and report this model"
+            f"prefix_context={prefix_context is not None}, attention_mask={attention_mask is not None}, "
+            f"dropout={dropout}, sliding_window={sliding_window} (its config says {wanted}), "
+            f"batch {query.shape[0]}, is_causal={causal}; {WHOLE_ROWS}, and report this model"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as SDPA does: norms may have left fp32 queries beside bf16 values
@@ -79,7 +79,7 @@ def grouped_attention_forward(
     width = v.shape[-1]
     v = torch.nn.functional.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     params = AttentionParams(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
-    out = prefix_pass.attend(module.layer_idx, q, k, v, sinks=s_aux, params=params)
+    out = prefix_context.attend(module.layer_idx, q, k, v, sinks=s_aux, params=params)
     return out[..., :width].unsqueeze(0), None
 
 
@@ -91,7 +91,7 @@ class HookedModel:
 
     Attributes:
         model: every forward enters through it, so that its hooks run.
-        replays: its routers do what `AttentionPass.routes` says.
+        replays: its routers do what `ForwardContext.routes` says.
         text_config: of its text model. expert_loads: of its updates.
     """
 
@@ -124,7 +124,7 @@ class HookedModel:
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         head_tokens: torch.Tensor,
-        attention_pass: AttentionPass,
+        forward_context: ForwardContext,
         of_head: HeadFn | None,
         logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
@@ -146,16 +146,16 @@ class HookedModel:
             RuntimeError: a layer did not go through our attention, or the model returned other logits than those
                 that it was asked for.
         """
-        calls = attention_pass.num_calls
+        calls = forward_context.num_calls
         lm_head = self.model.get_output_embeddings()
         whole = lm_head is None or self._needs_all_logits(lm_head, of_head)
-        inputs = self.inputs(input_ids, position_ids, attention_pass)
-        with self.expert_loads.counting(attention_pass, head_tokens.device), ExitStack() as stack:
+        inputs = self.inputs(input_ids, position_ids, forward_context)
+        with self.expert_loads.counting(forward_context, head_tokens.device), ExitStack() as stack:
             if not whole:
                 head = ChunkedHead(lm_head.forward, of_head, logits_chunk)
                 stack.enter_context(replaced(lm_head, "forward", head))
-            logits = self.logits(inputs, head_tokens, dict(tower=not attention_pass.layout.is_wave, **pixels))
-        self.check_calls(attention_pass.num_calls - calls)
+            logits = self.logits(inputs, head_tokens, dict(tower=not forward_context.layout.is_wave, **pixels))
+        self.check_calls(forward_context.num_calls - calls)
         if logits.shape[1] != len(head_tokens):
             raise RuntimeError(
                 f"logits_to_keep asked {type(self.model).__name__} for logits of {len(head_tokens)} tokens, and it "
@@ -215,10 +215,10 @@ class HookedModel:
         return bool(others) or (of_head is not None and scales_logits(self.text_config))
 
     def inputs(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_pass: AttentionPass
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_context: ForwardContext
     ) -> dict[str, Any]:
         """Arguments of the forward of any model, on one packed row."""
-        options: dict[str, Any] = dict(attention_mask=None, use_cache=False, prefix_pass=attention_pass)
+        options: dict[str, Any] = dict(attention_mask=None, use_cache=False, prefix_context=forward_context)
         if is_veomni(self.model) and is_recurrent(self.text_config.model_type):  # which asks where rows begin
             options["cu_seq_lens_q"] = on_device(torch.tensor([0, len(input_ids)], dtype=torch.int32), input_ids.device)
         return dict(input_ids=input_ids[None], position_ids=position_ids.unsqueeze(-2), **options)

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl_prefix.models.advice import WHOLE_ROWS
-from verl_prefix.models.replaced import PassForward, pass_forwards
+from verl_prefix.models.replaced import ContextForward, context_forwards
 
 _NAMES = ("q_proj", "o_proj", "out_proj", "mlp", "feed_forward")
 
@@ -26,15 +26,15 @@ def head_only(model: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.Mo
 
 @contextmanager
 def on_head_tokens(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which modules `head_only` run on `AttentionPass.head_tokens` alone. Inside another it does nothing."""
+    """Context in which modules `head_only` run on `ForwardContext.head_tokens` alone. Inside another it is idle."""
     found = [pair for pair in head_only(model) if not isinstance(pair[1].forward, _OnHeadTokens)]
     forwards = {module: _OnHeadTokens(module) for _, module in found}
     # An MLP runs behind the attention of its layer, which is told the pass where the layer is not.
-    with pass_forwards(forwards, {teller for parent, _ in found for teller in (parent, *parent.children())}):
+    with context_forwards(forwards, {teller for parent, _ in found for teller in (parent, *parent.children())}):
         yield
 
 
-class _OnHeadTokens(PassForward):
+class _OnHeadTokens(ContextForward):
     """Replaces a module's forward."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -48,11 +48,11 @@ class _OnHeadTokens(PassForward):
             RuntimeError: nobody told the pass. That happens where others checkpoint the forward of a layer, and its MLP
                 runs before its attention.
         """
-        attention_pass = self.attention_pass
+        forward_context = self.forward_context
         self.end_run()
-        if attention_pass is None:
-            raise RuntimeError(f"a {self.kind} of the last layer ran without a prefix_pass; {WHOLE_ROWS}")
-        tokens = attention_pass.head_tokens
+        if forward_context is None:
+            raise RuntimeError(f"a {self.kind} of the last layer ran without a prefix_context; {WHOLE_ROWS}")
+        tokens = forward_context.head_tokens
         if tokens is None or len(tokens) == x.shape[1]:
             return self.forward(x)
         found = self.forward(x.index_select(1, tokens))

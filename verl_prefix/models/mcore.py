@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.forward import HeadFn
 from verl_prefix.core.runs import len_of, on_device
@@ -49,7 +49,7 @@ class _Running:
         routes: [t, layers, k] int16, the experts of this rank's tokens; -1: its router chooses. None: all routers do.
     """
 
-    attention_pass: AttentionPass
+    forward_context: ForwardContext
     positions: torch.Tensor
     num_tokens: int
     longest: int
@@ -115,7 +115,7 @@ class MegatronModel:
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         head_tokens: torch.Tensor,
-        attention_pass: AttentionPass,
+        forward_context: ForwardContext,
         of_head: HeadFn | None,
         logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
@@ -126,8 +126,8 @@ class MegatronModel:
         Raises:
             RuntimeError: a layer did not go through our attention.
         """
-        running = self._begin(attention_pass, position_ids)
-        calls, more = attention_pass.num_calls, len(running.positions) - len(input_ids)
+        running = self._begin(forward_context, position_ids)
+        calls, more = forward_context.num_calls, len(running.positions) - len(input_ids)
         ids = torch.nn.functional.pad(input_ids, (0, more))
         with ExitStack() as stack:
             if not self.is_early_stage:
@@ -137,9 +137,9 @@ class MegatronModel:
             result: torch.Tensor = self._module(ids[None], running.positions[None], None)
         if running.routes is not None and self._config.sequence_parallel and not torch.is_grad_enabled():
             every = gather_from_sequence_parallel_region(running.routes.view(torch.uint8))  # NCCL has no int16
-            attention_pass.routes = every.view(torch.int16)[: len(input_ids)]
+            forward_context.routes = every.view(torch.int16)[: len(input_ids)]
         result = result if self.is_early_stage else result[0]  # GPTModel makes [1, sequence, k] of [sequence, 1, k]
-        if (found := attention_pass.num_calls - calls) != len(self.layers):
+        if (found := forward_context.num_calls - calls) != len(self.layers):
             raise RuntimeError(
                 f"{found} of {len(self.layers)} layers of this Megatron model shared their prefixes; set "
                 f"{WITHOUT_SHARING} and report this model"
@@ -148,20 +148,20 @@ class MegatronModel:
             result.register_hook(functools.partial(self._begin_backward, running))
         return result
 
-    def _begin(self, attention_pass: AttentionPass, position_ids: torch.Tensor) -> _Running:
-        layout, shards, ranks = attention_pass.layout, attention_pass.shards, 1
+    def _begin(self, forward_context: ForwardContext, position_ids: torch.Tensor) -> _Running:
+        layout, shards, ranks = forward_context.layout, forward_context.shards, 1
         if self._config.sequence_parallel:
             ranks = self._config.tensor_model_parallel_size
         more = -len(position_ids) % ranks
         weights = torch.nn.functional.pad(multiplicity(layout, shards), (0, more)).float()
-        routes = attention_pass.routes
+        routes = forward_context.routes
         if ranks > 1:
             rank = parallel_state.get_tensor_model_parallel_rank()
             weights = weights.chunk(ranks)[rank]
             if routes is not None:
                 routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, more), value=-1).chunk(ranks)[rank]
         self._running = _Running(
-            attention_pass,
+            forward_context,
             torch.nn.functional.pad(position_ids, (0, more)),
             len(position_ids),
             max(len_of(segment.path) + segment.length for segment in layout.segments),
@@ -189,7 +189,7 @@ class MegatronModel:
         """Replaces the forward of a layer's core attention: query [t, 1, H, D], key [t, 1, K, D], value [t, 1, K, V],
         V <= D, of this rank's tokens and its heads of tensor parallelism -> [t, 1, H V]."""
         assert self._running is not None
-        one, core = self._running.attention_pass, attention.core_attention
+        one, core = self._running.forward_context, attention.core_attention
         # Padding of sequence parallelism stands behind them.
         q, k, v = (x[: self._running.num_tokens, 0] for x in (query, key, value))
         if one.own_cache is not None and getattr(attention, "recompute_up_proj", False):
@@ -267,7 +267,7 @@ class MegatronModel:
         """Replaces a router's auxiliary loss by the same with every token as often as the batch has it; a dummy has
         none. Told that tokens are masked, mcore divides by the number of those that count."""
         assert self._running is not None
-        if not self._running.attention_pass.layout.groups:
+        if not self._running.forward_context.layout.groups:
             return probs
         weights = self._running.weights.unsqueeze(1)
         return apply(

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import Spans
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.recurrence import Scan, Scanned, shared_conv, shared_scan
 from verl_prefix.models.advice import WHOLE_ROWS
-from verl_prefix.models.replaced import PassForward, pass_forwards, replaced
+from verl_prefix.models.replaced import ContextForward, context_forwards, replaced
 from verl_prefix.models.state_space import chunk_scan
 
 # Text models whose mixers `mixer_of` knows.
@@ -41,7 +41,7 @@ def is_recurrent(model_type: str) -> bool:
     return model_type in MODEL_TYPES
 
 
-class Mixer(PassForward):
+class Mixer(ContextForward):
     """A mixer's forward while our attention is selected. A subclass says what is replaced in it.
 
     Args:
@@ -86,11 +86,11 @@ class Mixer(PassForward):
                     return owner, name, getattr(owner, name)
         raise RuntimeError(f"{kind.__name__} has no {' or '.join(names)}, which would be replaced; {WHOLE_ROWS}")
 
-    def _pass(self) -> AttentionPass:
-        if self.attention_pass is None:
+    def _context(self) -> ForwardContext:
+        if self.forward_context is None:
             name = type(self.module).__name__
-            raise RuntimeError(f"{name} layer {self.module.layer_idx} ran without a prefix_pass; {WHOLE_ROWS}")
-        return self.attention_pass
+            raise RuntimeError(f"{name} layer {self.module.layer_idx} ran without a prefix_context; {WHOLE_ROWS}")
+        return self.forward_context
 
     def conv_replacement(self) -> tuple[Any, str, Callable[..., Any]]:
         """What replaces causal_conv1d_fn."""
@@ -113,7 +113,7 @@ class Mixer(PassForward):
         part: str = "conv", kernel: Callable[..., torch.Tensor] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """x [T, C], weight [C, width] -> [T, C], by causal_conv1d's `kernel` or torch."""
-        shards = self._pass().shards
+        shards = self._context().shards
         if shards is not None:
             (x,), weight = shards.to_heads(x), shards.heads(weight)
             bias = None if bias is None else shards.heads(bias)
@@ -126,16 +126,16 @@ class Mixer(PassForward):
             out = F.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight))
             return (F.silu(out) if activation in ("silu", "swish") else out)[0].T
 
-        out = shared_conv(self._pass(), (part, self.module.layer_idx), x=x, width=weight.shape[-1], conv=conv)
+        out = shared_conv(self._context(), (part, self.module.layer_idx), x=x, width=weight.shape[-1], conv=conv)
         return out if shards is None else shards.to_tokens(out)
 
     def _scan(self, inputs: Sequence[torch.Tensor], scan: Scan, neutral: Sequence[float]) -> torch.Tensor:
-        attention_pass = self._pass()
-        attention_pass.num_calls += 1
-        shards = attention_pass.shards
+        forward_context = self._context()
+        forward_context.num_calls += 1
+        shards = forward_context.shards
         if shards is not None:
             inputs = shards.to_heads(*inputs)
-        out = shared_scan(attention_pass, ("scan", self.module.layer_idx), inputs=inputs, scan=scan, neutral=neutral)
+        out = shared_scan(forward_context, ("scan", self.module.layer_idx), inputs=inputs, scan=scan, neutral=neutral)
         return out if shards is None else shards.to_tokens(out)
 
 
@@ -190,7 +190,7 @@ class ShortConv(Mixer):
         yield owner, name, self._whole
 
     def _whole(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._pass().num_calls += 1
+        self._context().num_calls += 1
         return self._conv_call(None, *args, **kwargs)
 
 
@@ -216,7 +216,7 @@ class Mamba2(Mixer):
             run = chunk_scan
         else:
             run = functools.partial(kernel, dt_softplus=True, return_final_states=True)
-        if (shards := self._pass().shards) is not None:
+        if (shards := self._context().shards) is not None:
             A, D, dt_bias = map(shards.heads, (A, D, dt_bias))
 
         def padded(inputs: Sequence[torch.Tensor], initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,12 +323,12 @@ def _untold(model: Any, argument: str, told: str) -> str | None:
 
 @contextmanager
 def shared_states(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which the model's mixers follow the pass that their decoder layer, or they, get as `prefix_pass`.
+    """Context in which the model's mixers follow the pass that their decoder layer, or they, get as `prefix_context`.
 
     Inside another such context, such as for log-probs between two waves, it does nothing."""
     with ExitStack() as undo:
         for layer in model.modules():
             for mixer in filter(None, map(mixer_of, layer.children())):
                 if not isinstance(mixer.module.forward, Mixer):
-                    undo.enter_context(pass_forwards({mixer.module: mixer}, (layer, mixer.module)))
+                    undo.enter_context(context_forwards({mixer.module: mixer}, (layer, mixer.module)))
         yield

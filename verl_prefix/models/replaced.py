@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 
 
 @contextmanager
@@ -24,22 +24,22 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-class PassForward:
-    """Base of forwards that need the pass. Each run is told its own."""
+class ContextForward:
+    """Base of forwards that need the forward context. Each run is told its own."""
 
-    attention_pass: AttentionPass | None = None
+    forward_context: ForwardContext | None = None
 
     def end_run(self) -> None:
-        """Every subclass calls it once per run, also after an error, so that no other run has this pass."""
-        self.attention_pass = None
+        """Every subclass calls it once per run, also after an error, so that no other run has this context."""
+        self.forward_context = None
 
 
 @contextmanager
-def pass_forwards(
-    forwards: Mapping[torch.nn.Module, PassForward], tellers: Iterable[torch.nn.Module], name: str = "forward"
+def context_forwards(
+    forwards: Mapping[torch.nn.Module, ContextForward], tellers: Iterable[torch.nn.Module], name: str = "forward"
 ) -> Iterator[None]:
-    """Context in which modules run these forwards, or other methods of this `name`, each of which is told the pass
-    wherever it is the argument `prefix_pass` of one of the modules `tellers`.
+    """Context in which modules run these forwards, or other methods of this `name`, each of which is told the forward
+    context wherever it is the argument `prefix_context` of one of the modules `tellers`.
 
     Gradient checkpointing runs a layer again with its hooks, or, by transformers since 5.23, its forward alone. Some
     layers pass no keyword arguments to the modules in them: those that verl patches, and some of before transformers
@@ -48,8 +48,8 @@ def pass_forwards(
     calls = list(forwards.values())
 
     def tell(module: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
-        for call in calls if "prefix_pass" in kwargs else ():
-            call.attention_pass = kwargs["prefix_pass"]
+        for call in calls if "prefix_context" in kwargs else ():
+            call.forward_context = kwargs["prefix_context"]
 
     with ExitStack() as undo:
         for module, call in forwards.items():

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_prefix.models.advice import WITHOUT_SHARING
 from verl_prefix.models.experts import router_kinds
-from verl_prefix.models.replaced import PassForward, pass_forwards
+from verl_prefix.models.replaced import ContextForward, context_forwards
 from verl_prefix.models.support import num_experts
 
 # Models whose routers choose by one `torch.topk` over all experts.
@@ -28,7 +28,7 @@ class Routed(Protocol):
     """What runs through a model: one of our passes, or a micro-batch on verl's own path.
 
     Attributes:
-        routes: as of `core.attention.AttentionPass`.
+        routes: as of `core.attention.ForwardContext`.
     """
 
     routes: torch.Tensor | None
@@ -84,7 +84,7 @@ class _Chosen(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
-class _Replayed(PassForward):
+class _Replayed(ContextForward):
     """Replaces what in a layer chooses experts.
 
     Args:
@@ -96,10 +96,10 @@ class _Replayed(PassForward):
 
     @torch.compiler.disable
     def __call__(self, *args: Any) -> Any:
-        running: Routed | None = self.attention_pass or self.micro_batch
+        running: Routed | None = self.forward_context or self.micro_batch
         self.end_run()
         if running is None:
-            raise RuntimeError(f"the router of layer {self.layer} ran without a prefix_pass; set {WITHOUT_SHARING}")
+            raise RuntimeError(f"the router of layer {self.layer} ran without a prefix_context; set {WITHOUT_SHARING}")
         if running.routes is None:
             return self.forward(*args)
         with _Chosen(running.routes, self.layer, self.num_experts) as choice:
@@ -133,7 +133,7 @@ def replayed_routers(model: PreTrainedModel, micro_batch: Routed | None = None) 
                 own = getattr(module, name)
                 if not isinstance(own, _Replayed):
                     call = _Replayed(own, number, experts, micro_batch)
-                    undo.enter_context(pass_forwards({module: call}, {layer, *layer.children()}, name))
+                    undo.enter_context(context_forwards({module: call}, {layer, *layer.children()}, name))
         if not num_routers:
             raise RuntimeError(f"{type(model).__name__} has no routers that are known; set router_replay.mode=disabled")
         yield

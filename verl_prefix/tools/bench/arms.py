@@ -26,7 +26,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.bins import first_fit
 from verl_prefix.core.forward import PackedForward, TokenBatch
 from verl_prefix.core.groups import Group
@@ -239,7 +239,7 @@ def _whole_rows(batch: Batch, lean: bool, attention: str, rows: Sequence[tuple[i
     extra: dict[str, Any] = {}
     if attention == ATTENTION_NAME:
         segments = tuple(Segment(end - start) for start, end, _ in rows)
-        extra["prefix_pass"] = AttentionPass(Layout(index, segments), "auto")
+        extra["prefix_context"] = ForwardContext(Layout(index, segments), "auto")
     if not lean:
         return Forward(ids, positions, token_index=index, kept=None, extra=extra)
     # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.

@@ -21,7 +21,7 @@ from torch.optim import adam
 from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, may_have_all_logits, may_keep_attention
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.bins import first_fit
 from verl_prefix.core.forward import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.groups import Group
@@ -266,7 +266,7 @@ class Simulation:
         pieces = [torch.arange(self.offsets[row], self.offsets[row + 1]) for row in batch]
         index = torch.cat(pieces)
         layout = Layout(index, tuple(map(Segment, lengths)))
-        attention = AttentionPass(layout, self.kernel)
+        attention = ForwardContext(layout, self.kernel)
         if self.group is not None:
             attention.shards = shards = CountedShards(self.group, layout, torch.device(self.device))
             index = index[shards.tokens]
@@ -283,7 +283,7 @@ class Simulation:
                         inputs |= dict(keep=slice(None), tower=True)
                     logits = self.model(
                         input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(-2), attention_mask=None,
-                        use_cache=False, prefix_pass=attention, **inputs,
+                        use_cache=False, prefix_context=attention, **inputs,
                     ).logits  # fmt: skip
                 # On Megatron's engine a view, whose gradient is none of its own.
                 logits = logits.squeeze(0) if self.megatron else logits[0]
@@ -297,7 +297,7 @@ class Simulation:
                     head_tokens, _ = attention.shards.spread_head(head_tokens)
                 head_tokens = head_tokens.to(self.device)
                 outputs = self.hooked.token_outputs(
-                    ids, positions, head_tokens=head_tokens, attention_pass=attention,
+                    ids, positions, head_tokens=head_tokens, forward_context=attention,
                     of_head=lambda which, logits: self._log_probs(index[head_tokens[which]], logits, update),
                     logits_chunk=job.memory.logits_chunk or LOGITS_CHUNK, pixels=pixels,
                 )  # fmt: skip
