@@ -74,9 +74,9 @@ def environment(metrics: Path, ranks: int = 1) -> dict[str, str]:
         # Spinning at barriers, two processes on the same cores slow each other down many times over.
         "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",
-        # FSDP2 copies weights into new memory in every pass: half as long in huge pages.
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
+    # FSDP2 copies weights into new memory in every pass: half as long in huge pages.
+    env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     env.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // ranks)))
     env.pop("RAY_ADDRESS", None)
     return env
