@@ -146,6 +146,8 @@ def test_prompts_of_one_key_have_one_length():
 def test_as_many_keys_as_rows_are_asked_for(keys):
     with pytest.raises(ValueError, match=f"{len(keys)} keys for 3 rows; pass one for each row"):
         group_by_key(keys, [5, 5, 5], [3, 3, 3])
+    with pytest.raises(ValueError, match=f"{len(keys)} response_lens for 3 rows; pass one for each row"):
+        group_by_key("abc", [5, 5, 5], [3] * len(keys))
 
 
 @hypothesis.given(SHAPES)

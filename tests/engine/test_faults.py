@@ -349,6 +349,7 @@ def test_a_note_without_add_note():
 
 # What a rank lacks room for, of `headroom._KEPT`.
 NOTHING, LOGITS, ALL = [0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]
+ATTENTION = [1.0, 1.0, 0.0, 0.0]
 
 
 def _two_ranks(others: list[float]) -> SimpleNamespace:
@@ -456,6 +457,8 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
     assert left(1.6) == (checkpointed, False), "another rank lacks room"
     others[:] = ALL
     assert left(1.6) == (False, False)
+    others[:] = ATTENTION
+    assert left(1.6) == (False, True), "there is room for logits, though not for attention"
     others[:] = NOTHING
     cached[0] = 0  # as behind verl's empty_cache: what the update took is free on the device, and counts once
     assert left(1.6) != (checkpointed, True) and left(2.6) == (checkpointed, True)
@@ -482,6 +485,16 @@ def test_ranks_of_nodes_that_differ_reach_the_same_collective_and_keep_the_same(
     (with_it, kept), (without, _) = choose(True), choose(False)
     assert kept.all_logits and len(with_it) == len(without) > 0
     assert choose(True, without)[1] == choose(False, with_it)[1] == memory
+
+
+def test_a_rank_whose_wave_is_a_dummy_is_not_told_to_shorten_waves():
+    """Another rank's waves make it run one of its own, without rows."""
+    plan = make_plan([Group.of_prompt((0, 1), 30, (20, 30))], 100, "packed")
+    with pytest.raises(torch.OutOfMemoryError) as raised, out_of_memory_advice(plan, role="actor"):
+        with annotate_errors("phase_b", [], "wave 1 of 1"):
+            raise torch.OutOfMemoryError("injected")
+    told = "".join(traceback.format_exception(raised.value))
+    assert "this rank ran a wave without rows, beside waves of other ranks; set " in told and "one row" not in told
 
 
 @pytest.mark.parametrize(("flags", "installed", "disabled", "once"), [

@@ -29,7 +29,7 @@ from nesting import BROKEN
 from runners import random_rollouts, run_shared, run_stock
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.backends.hugging_face import gradients_of, noise_of
+from verl_prefix.backends.hugging_face import disturbed_model, gradients_of
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import GroupedAttention
@@ -101,7 +101,7 @@ def verdict(
     batch = random_rollouts([(40 + seed % 7, [20 + seed % 5, 11])], 256, seed)
     if rows:
         batch = rollouts(rows, seed)
-    for weight in batch.weights:  # as of `verify._falling_loss`
+    for weight in batch.weights:  # as of `verify._weighted_loss`
         weight.copy_(1 / torch.arange(1, len(weight) + 1))
 
     def deepest(groups):
@@ -114,7 +114,7 @@ def verdict(
             plan = deepest if rows and schedule == "phased" else None
             return torch.cat(run_shared(model, batch, schedule, context_type=context_type, wave_tokens=1, plan=plan))
 
-    noise = functools.partial(noise_of, model, dtype)
+    noise = functools.partial(disturbed_model, model, dtype)
     with gradients_aside(model):
         return verify.compare(
             lambda: torch.cat(run_stock(model, batch)), ours, noise, gradients_of(model), num_perturbed=perturbed
@@ -185,7 +185,7 @@ def test_an_ancestor_that_is_left_out_is_caught(rows, dtype):
 @pytest.mark.parametrize("rows", [thinking_kept, tree_search])
 def test_a_dropped_gradient_of_shared_outputs_is_caught_by_gradients_alone(rows, dtype):
     found = verdict(0, dtype, broken=gradients_of_shared_outputs_dropped, rows=rows)
-    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= MAX_ATTENTION, str(found)
+    assert found.outputs.ratio <= verify.MAX_OUTPUTS and found.attention.ratio <= MAX_ATTENTION, str(found)
     assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
@@ -193,7 +193,7 @@ def test_a_dropped_gradient_of_shared_outputs_is_caught_by_gradients_alone(rows,
 @pytest.mark.parametrize("broken", BROKEN)
 def test_broken_nesting_is_caught_by_gradients_alone(broken, dtype):
     found = verdict(0, dtype, broken=broken, rows=tree_search)
-    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= MAX_ATTENTION, str(found)
+    assert found.outputs.ratio <= verify.MAX_OUTPUTS and found.attention.ratio <= MAX_ATTENTION, str(found)
     assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
@@ -245,7 +245,7 @@ def test_a_wrong_state_is_caught_by_the_recurrence_of_its_layer(broken, dtype):
 def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, dtype):
     for family in ("qwen3.5", "lfm2", "granite"):
         found = verdict(0, dtype, family, broken)
-        assert found.outputs.ratio <= verify.MAX_LOG_PROBS, str(found)
+        assert found.outputs.ratio <= verify.MAX_OUTPUTS, str(found)
         assert found.recurrence.ratio <= MAX_RECURRENCE, str(found)
         assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), f"{family}: {found}"
 
@@ -263,7 +263,7 @@ def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, dtype
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_dropped_gradient_of_keys_is_caught_by_gradients_alone(family, broken, dtype):
     found = verdict(0, dtype, family, broken)
-    assert found.outputs.ratio <= verify.MAX_LOG_PROBS and found.attention.ratio <= MAX_ATTENTION, str(found)
+    assert found.outputs.ratio <= verify.MAX_OUTPUTS and found.attention.ratio <= MAX_ATTENTION, str(found)
     assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
@@ -307,7 +307,7 @@ def test_a_window_that_is_ignored_is_caught():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_wrong_positions_are_caught_by_log_probs(dtype):
     found = verdict(0, dtype, broken=positions_restarted)
-    assert found.attention.ratio <= MAX_ATTENTION < verify.MAX_LOG_PROBS < found.outputs.ratio, str(found)
+    assert found.attention.ratio <= MAX_ATTENTION < verify.MAX_OUTPUTS < found.outputs.ratio, str(found)
 
 
 @pytest.mark.parametrize("nests", [True, False])
@@ -448,7 +448,7 @@ def test_noise_is_where_the_output_is():
     module, x = Attention(), torch.ones(100)
     found = []
     for seed in (0, 3):
-        with noise_of(module, torch.bfloat16, seed):
+        with disturbed_model(module, torch.bfloat16, seed):
             found += [module(x)[0] for _ in range(2)]
         assert all(0 < (one - x).abs().max() <= torch.finfo(torch.bfloat16).eps for one in found)
     assert not any(torch.equal(*pair) for pair in itertools.combinations(found, 2))

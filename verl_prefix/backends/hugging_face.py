@@ -20,7 +20,7 @@ from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay
-from verl_prefix.engine.layer_probe import rounding_noise
+from verl_prefix.engine.layer_probe import disturbed_outputs
 from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.self_check import Gradients
 from verl_prefix.models import vision
@@ -152,7 +152,7 @@ class HFBackend(Backend):
         return gradients_of(self._engine.module)
 
     def rounding_noise(self, seed: int) -> AbstractContextManager[None]:
-        return noise_of(self._engine.module, self.dtype, seed)
+        return disturbed_model(self._engine.module, self.dtype, seed)
 
     def gradients_aside(self) -> AbstractContextManager[None]:
         return gradients_aside(self._engine.module)
@@ -177,10 +177,10 @@ def local_shard(x: Any) -> torch.Tensor:
     return shard
 
 
-def noise_of(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> AbstractContextManager[None]:
-    """`rounding_noise` in the attention and the recurrent mixers of a Hugging Face model."""
+def disturbed_model(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> AbstractContextManager[None]:
+    """`disturbed_outputs` of the attention and the recurrent mixers of a Hugging Face model."""
     attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
-    return rounding_noise(attention, mixers(model), dtype, seed)
+    return disturbed_outputs(attention, mixers(model), dtype, seed)
 
 
 def check_in_worker(model_config: Any, key: str, size: int, model: str = "actor_rollout_ref.model") -> None:

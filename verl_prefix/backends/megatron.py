@@ -36,7 +36,7 @@ from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts
-from verl_prefix.engine.layer_probe import rounding_noise
+from verl_prefix.engine.layer_probe import disturbed_outputs
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import flags_of, policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
@@ -220,7 +220,7 @@ class MegatronBackend(Backend):
 
     def rounding_noise(self, seed: int) -> AbstractContextManager[None]:
         layers = unwrapped(self._module).decoder.layers
-        return rounding_noise([layer.self_attention for layer in layers], [], self.dtype, seed)
+        return disturbed_outputs([layer.self_attention for layer in layers], [], self.dtype, seed)
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:

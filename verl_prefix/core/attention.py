@@ -18,7 +18,7 @@ import torch
 from verl_prefix.core.calls import AttentionParams, Call
 from verl_prefix.core.kernels import Kernel, choose_kernel
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.prefix_cache import Key, PrefixCache, add_at, ran_twice
+from verl_prefix.core.prefix_cache import LayerKey, PrefixCache, add_at, ran_twice
 from verl_prefix.core.sequence_parallel import Shards
 
 # By layer: outputs [T, H, D] and log-sum-exps [H, T] of attention, kept until gradient checkpointing runs it again.
@@ -113,8 +113,8 @@ class ForwardContext:
         tokens and this rank's heads."""
 
     def on_recurrence(
-        self, key: Key, inputs: Sequence[torch.Tensor], whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor],
-        out: torch.Tensor,
+        self, key: LayerKey, inputs: Sequence[torch.Tensor],
+        whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor], out: torch.Tensor,
     ) -> None:  # fmt: skip
         """Does nothing. A subclass overrides it to see the arguments and the result of `recurrence.shared_scan` or
         `shared_conv`. `whole(inputs, n)` computes one whole row from zeros, after n tokens that change nothing."""
@@ -235,7 +235,7 @@ class GroupedAttention(torch.autograd.Function):
 class _StrandGradients:
     """Gradients of keys and values of a packed row's own strands, which cross calls add to those of the causal call.
 
-    Several calls add up in fp32, as waves do in the grad cache. One call needs no copy.
+    They add up in fp32, as those of waves in the grad cache, unless one call reads one slice: then in place.
 
     Args:
         dk, dv: [T, K, D], of the causal call.

@@ -30,7 +30,7 @@ def in_order(items: Sequence[Item], size: Callable[[Item], int], budget: int) ->
     bins: list[list[Item]] = []
     used = budget
     for item in items:
-        if used + size(item) > budget:
+        if not bins or used + size(item) > budget:
             bins.append([])
             used = 0
         bins[-1].append(item)

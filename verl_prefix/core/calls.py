@@ -117,8 +117,8 @@ class Call(NamedTuple):
         scale, softcap: as in `AttentionParams`.
         window: each query reads only the last `window` keys that `causal` lets it read; None: all of them.
         queries: the packed row's tokens that are the call's queries.
-        own_at: where all keys of the packed row stand among the call's keys, in their order; None: the call reads one
-            level alone, which may be this packed row's own strands (the last one).
+        own_at: where all keys of the packed row stand among the call's keys, in their order; None: nowhere. The call
+            then reads one level alone, which may be this packed row's own strands (the last one).
         prefixes: what the call reads of each level of the prefix source.
     """
 

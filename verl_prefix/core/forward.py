@@ -129,7 +129,7 @@ class PackedForward:
             [m, k], where the backward of phase C starts: outputs of the strand tokens that rows read; if rows read
             none, one output of the last token; on an early stage of a pipeline, hidden states.
         """
-        forward_context = self._attention_pass(layout, outer_caches, self.keep_attention and not offloads, cache)
+        forward_context = self._forward_context(layout, outer_caches, self.keep_attention and not offloads, cache)
         head_tokens = torch.tensor([layout.num_tokens - 1])
         of_logits: LogitsFn | None = _sum_logits if with_head else None
         if layout.output_index is not None:
@@ -142,13 +142,13 @@ class PackedForward:
 
     def packed(self, tokens: TokenBatch, layout: Layout, outer_caches: Sequence[PrefixCache]) -> PassOutputs:
         """The forward of a packed pass; `outer_caches` are those of the phases A around it, the outermost first."""
-        forward_context = self._attention_pass(layout, outer_caches, self.keep_attention)
+        forward_context = self._forward_context(layout, outer_caches, self.keep_attention)
         with self.context():
             of_logits = self.of_logits if layout.groups else _sum_logits
             outputs = self._run(tokens, layout.head_tokens, forward_context, of_logits)
             return PassOutputs(layout, self._gather_outputs(outputs, layout, outer_caches))
 
-    def _attention_pass(
+    def _forward_context(
         self, layout: Layout, outer_caches: Sequence[PrefixCache], keeps: bool, own_cache: PrefixCache | None = None
     ) -> ForwardContext:
         keeps = keeps and torch.is_grad_enabled()  # for backward

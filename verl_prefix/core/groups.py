@@ -194,12 +194,15 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
         prompt_lens, response_lens: tokens of each row's prompt, at least one, and of its response.
 
     Raises:
-        ValueError: there are not as many keys as rows, a prompt is empty, or prompts of one key have other lengths.
+        ValueError: there are not as many keys, prompts and responses, a prompt is empty, or prompts of one key have
+            other lengths.
     """
     check_prompts(prompt_lens)
     by_key, groups = rows_by_key(keys), []
     if (num_keys := sum(map(len, by_key.values()))) != len(prompt_lens):
         raise ValueError(f"{num_keys} keys for {len(prompt_lens)} rows; pass one for each row")
+    if len(response_lens) != len(prompt_lens):
+        raise ValueError(f"{len(response_lens)} response_lens for {len(prompt_lens)} rows; pass one for each row")
     for key, rows in by_key.items():
         if len(lens := {prompt_lens[row] for row in rows}) > 1:
             raise ValueError(f"rows {rows} have one key, {key!r}, and prompts of {sorted(lens)} tokens")

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from verl_prefix.core.host_memory import HostCopies
-from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors
+from verl_prefix.core.prefix_cache import LayerKey, PrefixCache, Tensors
 
 TINY_BYTES = 4 << 10  # a smaller storage frees too little to be worth a copy's latency
 AHEAD = 1 / 16  # of all bytes on the host, the share that may be back at a time before backward asks: two of 32 layers
@@ -59,7 +59,7 @@ class _Shelved:
         return tuple(parts)
 
 
-class Shelf(MutableMapping[Key, Tensors]):
+class Shelf(MutableMapping[LayerKey, Tensors]):
     """Tensors of layers in host memory: the device has those of the layer asked for last, and of the next one.
 
     Layers are asked for in ascending or in descending order. Some tensors stay on the device: outputs, and states of
@@ -74,12 +74,12 @@ class Shelf(MutableMapping[Key, Tensors]):
     def __init__(self, copies: HostCopies, written: bool) -> None:
         self._copies = copies
         self._written = written
-        self._staying: dict[Key, Tensors] = {}
+        self._staying: dict[LayerKey, Tensors] = {}
         self._shelved: dict[int, _Shelved] = {}
         self._layers: list[int] = []  # sorted
         self._last = -1
 
-    def __setitem__(self, key: Key, tensors: Tensors) -> None:
+    def __setitem__(self, key: LayerKey, tensors: Tensors) -> None:
         alike = {(x.device, x.dtype) for x in tensors} == {(self._copies.device, tensors[0].dtype)}
         if not isinstance(key, int) or not alike:
             self._staying[key] = tensors
@@ -90,7 +90,7 @@ class Shelf(MutableMapping[Key, Tensors]):
         self._free_all_but(key)
         self._last = key
 
-    def __getitem__(self, key: Key) -> Tensors:
+    def __getitem__(self, key: LayerKey) -> Tensors:
         if key in self._staying:
             return self._staying[key]
         if key not in self._shelved:
@@ -109,7 +109,7 @@ class Shelf(MutableMapping[Key, Tensors]):
         shelved.is_newer |= self._written
         return shelved.tensors()
 
-    def __delitem__(self, key: Key) -> None:
+    def __delitem__(self, key: LayerKey) -> None:
         if key in self._shelved:
             assert isinstance(key, int)
             self._wait(self._shelved.pop(key))
@@ -120,7 +120,7 @@ class Shelf(MutableMapping[Key, Tensors]):
     def __contains__(self, key: object) -> bool:
         return key in self._shelved or key in self._staying
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[LayerKey]:
         yield from self._shelved
         yield from self._staying
 

@@ -9,9 +9,9 @@ from verl_prefix.core.layout import Phase
 
 
 @dataclass(frozen=True)
-class _GroupsOfPass:
-    """The groups of a pass. Where these leave its forward no token, it is a dummy, which keeps this rank's collectives
-    in step."""
+class _PassBase:
+    """The groups of a pass. A pass whose own forward has no tokens is a dummy, which keeps this rank's collectives in
+    step."""
 
     groups: tuple[Group, ...] = ()
     phase: ClassVar[Phase]
@@ -27,7 +27,7 @@ class _GroupsOfPass:
 
 
 @dataclass(frozen=True)
-class PackedPass(_GroupsOfPass):
+class PackedPass(_PassBase):
     """Groups whose prefixes and suffixes are one graph. Each group has only those rows that the pass computes."""
 
     phase: ClassVar[Phase] = "packed"
@@ -43,7 +43,7 @@ class Wave(PackedPass):
 
 
 @dataclass(frozen=True)
-class PhasedPass(_GroupsOfPass):
+class PhasedPass(_PassBase):
     """Groups whose prefixes run together in phases A and C, and the passes that are nested in it, which are phase B.
 
     Nested passes read strands of phase A, and of all phases A around it. Waves compute suffixes alone; other nested

@@ -67,34 +67,51 @@ def make_plan(
     pieces = [piece for group in to_pack for piece in _pieces(group, budget)]
     bins = first_fit(pieces, lambda group: group.num_physical_tokens, budget)
     packed = (PackedPass(tuple(live_in_pass_order(members))) for members in bins)
-    phased = _phased_passes(to_phase, budget, wave_tokens, offload, least_wave, nests)
+    if wave_tokens is not None and not leaves_room(wave_tokens, budget, offload):
+        wave_tokens = None
+    phased = _phased_passes(to_phase, _Limits(budget, wave_tokens, offload, least_wave), nests)
     plan = Plan((*packed, *phased), idle_groups=tuple(group for group in groups if not group.num_suffix_tokens))
     return replace(plan, recomputed_tokens=plan.num_physical_tokens - sum(group.num_physical_tokens for group in live))
 
 
-def _phased_passes(
-    groups: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool, least_wave: int, nests: bool
-) -> list[PhasedPass]:
-    """The phased passes of a plan, those of deep trees last; arguments are those of `make_plan`."""
-    if wave_tokens is not None and not leaves_room(wave_tokens, budget, offload):
-        wave_tokens = None
+class _Limits(NamedTuple):
+    """How large phased passes may be, by arguments of `make_plan`."""
+
+    budget: int
+    wave_tokens: int | None
+    offload: bool
+    least_wave: int
+
+    def waves(self, groups: Sequence[Group]) -> tuple[Wave, ...]:
+        """Waves in what the strands of `groups` leave of the budget."""
+        resident = 0 if self.offload else sum(group.num_own_strand_tokens for group in groups)
+        left = max(self.budget - resident, self.least_wave)
+        return make_waves(groups, min(self.wave_tokens or left, left))
+
+
+def _phased_passes(groups: Sequence[Group], limits: _Limits, nests: bool) -> list[PhasedPass]:
+    """The phased passes of a plan, those of deep trees last."""
+    budget, wave_tokens, offload, _ = limits
     room = prefix_room(budget, wave_tokens, offload)
     pieces, phased, deep = list[Group](), list[PhasedPass](), list[PhasedPass]()
     for group in groups:
         of_group = _pieces(group, room, suffixes=False)
         nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
-        nested = nesting and nesting.better_than(*_one_level(of_group, budget, wave_tokens, offload, least_wave))
+        nested = nesting and nesting.better_than(*_work_of_pieces(of_group, limits))
         if nested:
             deep.append(nested)
         else:
             pieces += of_group
     for members in _phased_sets(pieces, room, sys.maxsize if offload else budget):
         ordered = tuple(live_in_pass_order(members))
-        resident = 0 if offload else sum(group.num_own_strand_tokens for group in ordered)
-        left = max(budget - resident, least_wave)
-        waves = make_waves(ordered, min(wave_tokens or left, left))
-        phased.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
+        phased.append(PhasedPass(ordered, limits.waves(ordered), any(group.reads_strands for group in ordered)))
     return [*phased, *deep]
+
+
+def _work_of_pieces(pieces: Sequence[Group], limits: _Limits) -> tuple[int, int]:
+    """Tokens and number of forwards of a group whose pieces are each a phased pass."""
+    tokens = sum(piece.num_physical_tokens for piece in pieces)
+    return tokens, sum(1 + len(limits.waves([piece])) for piece in pieces)
 
 
 def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
@@ -191,18 +208,6 @@ def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[li
     for members in first_fit(groups, lambda group: group.num_own_strand_tokens, room):
         longest = max(sum(group.suffix_lens[start:end]) for group in members for start, end in group.units())
         yield from first_fit(members, lambda group: group.num_own_strand_tokens, min(room, budget - longest))
-
-
-def _one_level(
-    pieces: Sequence[Group], budget: int, wave_tokens: int | None, offload: bool, least_wave: int
-) -> tuple[int, int]:
-    """Tokens and number of forwards of a group whose pieces are each a phased pass; arguments are as of `make_plan`."""
-    tokens, forwards = 0, 0
-    for piece in pieces:
-        left = max(budget - (0 if offload else piece.num_own_strand_tokens), least_wave)
-        tokens += piece.num_physical_tokens
-        forwards += 1 + len(make_waves([piece], min(wave_tokens or left, left)))
-    return tokens, forwards
 
 
 def limit_waves(plan: Plan, tokens: int) -> Plan:

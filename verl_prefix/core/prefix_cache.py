@@ -1,4 +1,4 @@
-"""Prefix cache (what suffixes read of their prefixes, detached) and grad cache (gradients that they send back).
+"""Prefix cache (what nested passes read of phase A, detached) and grad cache (gradients that they send back).
 
 Phase A fills the prefix cache. Nested passes, as waves, read it and add to the grad cache. Phase C runs one prefix
 backward from the grad cache. Leaving the context frees both, also after an exception.
@@ -12,14 +12,14 @@ import torch
 
 from verl_prefix.core.errors import CannotShare
 
-# What leaves tensors for suffixes: an attention layer's index, (part, index) of a recurrent layer, or "outputs".
-Key = Hashable
+# What leaves tensors for nested passes: an attention layer's index, (part, index) of a recurrent layer, or "outputs".
+LayerKey = Hashable
 Tensors = tuple[torch.Tensor, ...]
 
 
 class PrefixCache:
-    """Tensors that phase A leaves for suffixes, by key: keys and values [P, K, D] of all prefix tokens; states
-    [M, ...] of recurrent layers (`core.recurrence`); outputs [m, k] of prefix tokens.
+    """Tensors that phase A leaves for passes nested in it, by layer: keys and values [P, K, D] of all its tokens,
+    states [M, ...] of recurrent layers (`core.recurrence`); and outputs [m, k] of some of its tokens.
 
     The grad cache is fp32 whatever the model's dtype is (fp64 for fp64), since every wave adds to it.
 
@@ -31,9 +31,9 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._stored: MutableMapping[Key, Tensors] = {}  # of `core.offload`: shelves
-        self._grad: MutableMapping[Key, Tensors] = {}
-        self.anchors: dict[Key, torch.Tensor] = {}
+        self._stored: MutableMapping[LayerKey, Tensors] = {}  # of `core.offload`: shelves
+        self._grad: MutableMapping[LayerKey, Tensors] = {}
+        self.anchors: dict[LayerKey, torch.Tensor] = {}
         self._is_open = True  # `capture` stores what layers leave, until phase C
         self._made_with_grad = torch.is_grad_enabled()  # False in `capture` then means reentrant checkpointing
 
@@ -49,7 +49,7 @@ class PrefixCache:
         """Context of phase A's forward."""
         return nullcontext()
 
-    def capture(self, key: Key, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
+    def capture(self, key: LayerKey, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
         """Stores what a layer leaves in phase A. Gradient checkpointing calls it again in phase C; that stores nothing.
 
         Under reentrant checkpointing layers of phase A run without gradients, so that `requires_grad` says nothing yet.
@@ -78,7 +78,7 @@ class PrefixCache:
         joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *beside)  # type: ignore[no-untyped-call]
         return joined
 
-    def read(self, key: Key) -> Tensors:
+    def read(self, key: LayerKey) -> Tensors:
         """What a layer left, without its graph.
 
         Raises:
@@ -97,7 +97,7 @@ class PrefixCache:
             )
         return self._stored[key]
 
-    def add_grad(self, key: Key, at: slice | torch.Tensor, *grads: torch.Tensor) -> None:
+    def add_grad(self, key: LayerKey, at: slice | torch.Tensor, *grads: torch.Tensor) -> None:
         """Before phase C: adds gradients of a nested pass to the grad cache.
 
         Args:
@@ -115,9 +115,9 @@ class PrefixCache:
     def backward(self, output: torch.Tensor, grad: torch.Tensor | None = None) -> None:
         """Phase C: runs one backward through the prefix graph.
 
-        Its gradient of zeros only makes autograd walk the graph. The output depends on the last token's attention,
-        which reads the keys of all tokens before it, in every layer. So each layer's `_JoinGradCache` is reached, and
-        adds what the waves sent.
+        Its gradient of zeros only makes autograd walk the graph. Autograd walks tensors, not tokens: a layer's keys and
+        values are one tensor of all tokens of the packed row, and the output depends on that tensor. So each layer's
+        `_JoinGradCache` is reached, and adds what the waves sent, also to tokens that the output does not depend on.
 
         Args:
             output: the model's of phase A, which depends on every layer.
@@ -131,12 +131,12 @@ class PrefixCache:
         self._is_open = False
         self._stored.clear()
 
-    def take(self, key: Key) -> Tensors | None:
+    def take(self, key: LayerKey) -> Tensors | None:
         """Phase C: removes and returns what the waves sent back to a layer; None where no wave read it."""
         return self._grad.pop(key, None)
 
 
-def ran_twice(key: Key) -> CannotShare:
+def ran_twice(key: LayerKey) -> CannotShare:
     """An error for a model that runs a layer several times in one forward, or several layers under one index."""
     return CannotShare(f"layer {key} ran twice in one forward, and only layers that run once can share a prefix")
 
@@ -145,7 +145,7 @@ class _JoinGradCache(torch.autograd.Function):
     """Identity, whose backward adds what the waves sent back to the gradients of the first `num_stored` tensors."""
 
     @staticmethod
-    def forward(ctx: Any, cache: PrefixCache, key: Key, num_stored: int, *tensors: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, cache: PrefixCache, key: LayerKey, num_stored: int, *tensors: torch.Tensor) -> Tensors:
         ctx.args = cache, key, [x.dtype for x in tensors[:num_stored]]
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors)
@@ -167,7 +167,9 @@ class ReadPrefix(torch.autograd.Function):
     autograd to what the layer left."""
 
     @staticmethod
-    def forward(ctx: Any, left: torch.Tensor, index: torch.Tensor, cache: PrefixCache | None, key: Key) -> torch.Tensor:
+    def forward(
+        ctx: Any, left: torch.Tensor, index: torch.Tensor, cache: PrefixCache | None, key: LayerKey
+    ) -> torch.Tensor:
         ctx.args = index, cache, key, left.shape, left.dtype
         return left.index_select(0, index)
 

@@ -16,7 +16,7 @@ import torch
 from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import Spans
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.prefix_cache import Key, ReadPrefix
+from verl_prefix.core.prefix_cache import LayerKey, ReadPrefix
 from verl_prefix.core.runs import end_of
 from verl_prefix.core.states import SegmentKind
 
@@ -37,7 +37,7 @@ Scan = Callable[[Sequence[torch.Tensor], Spans, torch.Tensor | None], Scanned]
 
 
 def shared_scan(
-    forward_context: ForwardContext, key: Key, inputs: Sequence[torch.Tensor], scan: Scan, neutral: Sequence[float]
+    forward_context: ForwardContext, key: LayerKey, inputs: Sequence[torch.Tensor], scan: Scan, neutral: Sequence[float]
 ) -> torch.Tensor:
     """Outputs [T, ...] of a recurrence over the pass's segments, whose suffixes start from their prefix's state.
 
@@ -97,8 +97,9 @@ def _scan_strands(
 
 
 def shared_conv(
-    forward_context: ForwardContext, key: Key, x: torch.Tensor, width: int, conv: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+    forward_context: ForwardContext, key: LayerKey, x: torch.Tensor, width: int,
+    conv: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
     """Causal convolution [T, D] of the pass's segments x [T, D], whose suffixes see the end of their prefix.
 
     Args:
@@ -144,7 +145,7 @@ def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int, inherited: torc
 
 
 def _initial_states(
-    forward_context: ForwardContext, key: Key, own: torch.Tensor | None, of: SegmentKind, device: torch.device
+    forward_context: ForwardContext, key: LayerKey, own: torch.Tensor | None, of: SegmentKind, device: torch.device
 ) -> torch.Tensor | None:
     """The state [n, ...] from which each of the pass's n strands or suffixes starts. It is zeros for a segment that
     starts from no state, and for a strand that continues another strand of this pass. None: all are zeros.

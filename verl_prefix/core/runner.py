@@ -123,7 +123,8 @@ class PlanRunner:
 
     def _nested(self, tokens: TokenBatch, planned: PhasedPass, phase_a: PhaseA, last: bool) -> Generator[PassOutputs]:
         """Yields the forwards of all passes that are nested in the phase A `phase_a`."""
-        # Where only lm_head is trained there is no phase C, and the backward before it is the last one.
+        # Where phase A's output has no gradient, as if only lm_head is trained, there is no phase C. The last backward
+        # here may then be the run's last.
         last = last and not phase_a.output.requires_grad
         num_waves = len(planned.waves)
         for number, nested in enumerate(planned.nested, start=1):

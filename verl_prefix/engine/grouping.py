@@ -77,9 +77,11 @@ def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group
     groups_by = {tree_rule.scope: groups}
     are_turns = tree_rule._replace(scope="uid").cuts_rows(rows.uids, rows.keys)
     for scope in ("off", "uid", "batch"):
+        if scope in groups_by:
+            continue
         if scope == "batch" and any(rows.pixels) and not are_turns:
             groups_by[scope] = groups_by["uid"]
-        elif scope not in groups_by:
+        else:
             rule = tree_rule._replace(scope=scope)
             groups_by[scope] = group_rows(rows, rule, rule.cuts_rows(rows.uids, rows.keys))
     real = {scope: rows.without_padding(groups) for scope, groups in groups_by.items()}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 
 import torch
 from verl.utils.device import get_device_name
@@ -66,7 +67,7 @@ class Headroom:
         shape, least = costs.shape, costs.memory
         attention = may_keep_attention(shape, least.checkpointed, option)
         all_logits = may_have_all_logits(shape, least.logits_chunk, logits_once)
-        may = {(attention, all_logits), (attention, False)} if least.stages == 1 else set[tuple[bool, bool]]()
+        may = set(product({attention, False}, {all_logits, False})) if least.stages == 1 else set[tuple[bool, bool]]()
         room = self._room or 0.0
         if self.is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()

@@ -64,6 +64,7 @@ class LayerProbe:
         self, layer: int, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         sinks: torch.Tensor | None, params: AttentionParams, out: torch.Tensor,
     ) -> None:  # fmt: skip
+        """Compares the first and last `_QUERIES` queries of each segment with dense attention."""
         error = noise = 0.0
         for behind, own in _segments(layout):
             tokens = torch.arange(own.start, own.stop, device=q.device)
@@ -138,7 +139,7 @@ class _Rounding:
 
 
 @contextmanager
-def rounding_noise(
+def disturbed_outputs(
     attention: Sequence[torch.nn.Module], recurrent: Sequence[torch.nn.Module], dtype: torch.dtype, seed: int
 ) -> Iterator[None]:
     """Context in which every output of these modules, attention and recurrent mixers, is off by up to one rounding step

@@ -133,13 +133,13 @@ class Loss:
         lives = [(advantages * mask).any() for advantages, mask in pairs]
         return frozenset(row for row, live in enumerate(map(bool, lives)) if not live)
 
-    def has_gradient(self, rows: BatchRows, chosen: list[int], process_group: Any) -> bool:
-        """Whether verl's loss of `chosen` rows has a gradient in any of their outputs. No model runs. The loss is
-        computed of eight rows at a time, twice: with log-probs equal to the old ones, where nothing is clipped, and 0.1
-        above these. It stops at the first rows with a gradient, on each rank at its own: these losses have no
-        collectives."""
-        for start in range(0, len(chosen), 8):
-            batch = rows.select(chosen[start : start + 8])
+    def has_gradient(self, rows: BatchRows, numbers: list[int], process_group: Any) -> bool:
+        """Whether verl's loss of the rows with these `numbers` has a gradient in any of their outputs. No model runs.
+        The loss is computed of eight rows at a time, twice: with log-probs equal to the old ones, where nothing is
+        clipped, and 0.1 above these. It stops at the first rows with a gradient, on each rank at its own: these losses
+        have no collectives."""
+        for start in range(0, len(numbers), 8):
+            batch = rows.select(numbers[start : start + 8])
             micro_batch = self.micro_batch(batch.data, [*range(len(batch))])
             old = batch.at_suffixes("old_log_probs").to(get_device_id())
             for shift in (0.0, 0.1):
@@ -152,10 +152,10 @@ class Loss:
                     return True
         return False
 
-    def micro_batch(self, data: TensorDict, rows: list[int]) -> TensorDict:
+    def micro_batch(self, data: TensorDict, numbers: list[int]) -> TensorDict:
         """Takes the rows of one pass to the device. Tensors of which verl's own loss only needs lengths stay on the
         host: it reads them row by row (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
-        on_host = select_rows(data, rows)
+        on_host = select_rows(data, numbers)
         micro_batch = on_host.to(get_device_id())
         if self.sums_rows:
             micro_batch.clear_device_()

@@ -72,6 +72,8 @@ def out_of_memory_advice(
             advice = f"set {' and '.join(settings)}"
         elif (phase := getattr(error, "prefix_phase", "packed")) in by_phase:
             advice = by_phase[phase]
+        elif not largest:
+            advice = f"this rank ran a wave without rows, beside waves of other ranks; {checkpoints}"
         elif largest_wave(limit_waves(plan, largest // 2)) < largest:
             advice = f"set {_PREFIX}.wave_tokens={largest // 2} (largest wave: {largest} tokens)"
         else:

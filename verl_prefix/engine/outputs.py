@@ -168,15 +168,15 @@ class TokenOutputs:
         Args:
             layout: of a pass. outputs: [outputs that are read, k]. offsets: of its rows, one after the other.
         """
-        rows_of_pass = [row for group in layout.groups for row in group.rows]
-        starts, ends = ([self.tokens.offsets[row + end] for row in rows_of_pass] for end in (0, 1))
+        numbers = [row for group in layout.groups for row in group.rows]
+        starts, ends = ([self.tokens.offsets[row + end] for row in numbers] for end in (0, 1))
         *pass_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
-        # `output_places` are places in the batch's flat values. Find each one's row (the last row that starts at or
-        # before it), and shift it to where that row lies in this pass.
+        # `output_places` are places in the batch's flat values. Find each one's row among those of the pass (the last
+        # row that starts at or before it), and shift it to where that row lies in this pass.
         batch_starts = torch.tensor(starts, dtype=torch.int64)
         order = batch_starts.argsort()
-        rows = order[torch.searchsorted(batch_starts[order], layout.output_places, right=True) - 1]
-        shift = (torch.tensor(pass_starts, dtype=torch.int64) - batch_starts)[rows]
+        place = order[torch.searchsorted(batch_starts[order], layout.output_places, right=True) - 1]
+        shift = (torch.tensor(pass_starts, dtype=torch.int64) - batch_starts)[place]
         full = outputs.new_zeros(num_tokens, outputs.shape[-1])
         if self._old_log_probs is not None:
             old = torch.cat([self._old_log_probs[start:end] for start, end in zip(starts, ends, strict=True)])

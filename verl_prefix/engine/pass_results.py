@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class _Result(NamedTuple):
-    """What a pass left: its rows, its output as verl wants it, whether all of that was finite ([] bool), where it ran,
-    and whether its metrics count."""
+    """What a pass left: the numbers of its rows, its output as verl wants it, whether all of that was finite ([] bool),
+    where it ran, and whether its metrics count."""
 
-    rows: list[int]
+    numbers: list[int]
     output: dict[str, Any]
     finite: torch.Tensor
     where: str
@@ -36,9 +36,9 @@ class PassResults:
 
     Args:
         rows: the mini-batch's, on this rank. last_tokens: of `TokenOutputs`.
-        hides_padding: the loss of a pass that also has real rows does not see rows of padding, since means over rows
-            are among its metrics (verl#7771). A pass of padding alone gets its loss, and its metrics do not count where
-            the rank has others.
+        hides_padding: in a pass that has real rows the loss gets these alone, since its metrics hold means over rows
+            (verl#7771). In a pass of padding alone the loss is called, and its metrics are dropped where this rank has
+            others.
 
     Attributes:
         returns_outputs: whether outputs of rows are wanted, on every rank or on none.
@@ -65,11 +65,11 @@ class PassResults:
             outputs: [outputs that are read, k].
             with_loss: False: a loss function is not called, and the loss is zero.
         """
-        rows = [row for group in layout.groups for row in group.rows]
-        micro_batch = self._loss.micro_batch(self._data, rows)
+        numbers = [row for group in layout.groups for row in group.rows]
+        micro_batch = self._loss.micro_batch(self._data, numbers)
         model_output = self.token_outputs.scatter_to_rows(layout, outputs, micro_batch["input_ids"].offsets())
-        read, seen = model_output, [i for i, row in enumerate(rows) if row not in self._padding]
-        if 0 < len(seen) < len(rows):
+        read, seen = model_output, [i for i, row in enumerate(numbers) if row not in self._padding]
+        if 0 < len(seen) < len(numbers):
             micro_batch = select_rows(micro_batch, seen)
             unbound = {name: values.unbind() for name, values in model_output.items()}
             read = {name: tu.nested_tensor_from_tensor_list([x[i] for i in seen]) for name, x in unbound.items()}
@@ -82,7 +82,7 @@ class PassResults:
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
         model_output = {name: values.detach() for name, values in model_output.items()}
         output = {"loss": loss.detach(), "metrics": metrics, "model_output": model_output}
-        self._results.append(_Result(rows, output, finite, current_pass(), metrics_count=has_metrics and bool(seen)))
+        self._results.append(_Result(numbers, output, finite, current_pass(), metrics_count=has_metrics and bool(seen)))
         return loss
 
     def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
@@ -110,9 +110,9 @@ class PassResults:
             with torch.no_grad(), self._backend.autocast():
                 nothing = Layout(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
                 self.step(nothing, self.token_outputs.empty(), with_loss=alone)
-            step = self._results[-1]
-            metrics_count = step.metrics_count and alone
-            self._results[-1] = step._replace(finite=torch.ones_like(step.finite), metrics_count=metrics_count)
+            idle = self._results[-1]
+            metrics_count = idle.metrics_count and alone
+            self._results[-1] = idle._replace(finite=torch.ones_like(idle.finite), metrics_count=metrics_count)
 
     def _joined(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Joins all results to verl's output; returns it, and how many of them had anything not finite."""
@@ -125,7 +125,7 @@ class PassResults:
             if not self.returns_outputs:
                 del result.output["model_output"]
         outputs = [result.output for result in self._results]
-        output = postprocess_batch_func(outputs, [result.rows for result in self._results], data=self._data)
+        output = postprocess_batch_func(outputs, [result.numbers for result in self._results], data=self._data)
         even_out(output["metrics"], outputs, plan.num_losses)
         return output, num_not_finite
 
@@ -139,10 +139,10 @@ class PassResults:
     def _log_not_finite(self, result: _Result) -> None:
         """Logs in which rows something is not finite."""
         uids = tu.get(self._data, "uid", [None] * len(self._data))
-        read = select_rows(self._data, result.rows)
+        read = select_rows(self._data, result.numbers)
         problems, fields = [], {name: read[name] for name in self._loss.floats(read)}
         for name, values in (result.output["model_output"] | fields).items():
-            pairs = zip(result.rows, values.unbind(), strict=True)
+            pairs = zip(result.numbers, values.unbind(), strict=True)
             if bad := [f"{row} (uid {uids[row]})" for row, x in pairs if not torch.isfinite(x).all()]:
                 problems.append(f"{name} of rows {listed(bad)}")
         logger.error(

@@ -25,6 +25,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import pad_to_same_passes
+from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.carried_pixels import receive_pixels
 from verl_prefix.engine.exchange import Exchange, open_exchange
@@ -68,23 +69,61 @@ class PrefixEngine:
     """
 
     prefix_config: PrefixConfig
+    # From `set_backend` on:
     backend: Backend
-    tree_rule: TreeRule
+    _new_runner: Callable[..., PlanRunner]
     _role: str  # as of `config.actor.role_of`
+    _verification: Verification
+    _step_metrics: StepMetrics
     _trace: TraceWriter | None = None
+    # From `initialize` on:
+    tree_rule: TreeRule  # not with prefix.schedule=stock
+    _headroom: Headroom
+    _paths: Paths
+
     _peak_was_measured = False  # of an update's waves
     _routers_choose = False  # True: ignore the batch's routes, since this engine computes values
     _computes_ref = False  # by the actor without its adapters
+
+    def set_backend(self, backend: Backend, engine_config: Any) -> None:
+        """Ends the constructor: verl's engine is there, by `engine_config`. What needs the model follows in
+        `initialize`."""
+        self.backend = backend
+        self._new_runner = functools.partial(backend.new_runner, kernel=self.prefix_config.attention)
+        self._role = role_of(engine_config)
+        self._verification = Verification(backend, self.prefix_config, self.run_plan)
+        self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
+        if self.prefix_config.trace_dir and not backend.has_no_updates:
+            ranks = backend.ranks
+            self._trace = open_trace(self.prefix_config, ranks.data_rank, ranks.data_size, ranks.writes, self)
+
+    def initialize(self) -> None:
+        """Builds verl's engine, and what needs its model."""
+        super().initialize()  # type: ignore[misc]
+        if self.prefix_config.schedule != "stock":
+            with together("checking the model"):  # stages of a pipeline have different layers
+                self.backend.check_model()
+                if self.prefix_config.skip_zero_advantage and self.backend.counts_last_tokens:
+                    raise ValueError(
+                        f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that this model's routers learn from; set "
+                        f"{SKIP_ZERO_ADVANTAGE}=False"
+                    )
+            model_config = self.model_config  # type: ignore[attr-defined]
+            self.tree_rule = TreeRule(
+                self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
+            )
+        self._headroom = Headroom(self.backend)
+        self._paths = Paths(self.backend, self.prefix_config, self._new_runner, self._headroom, self._role)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
         """Computes a rank's mini-batch: same contract as verl's method, rows in the order they came."""
-        with together("reading routes") if self.backend.replay else nullcontext():
+        with together("reading routes"):
             data = self._with_routes(data, forward_only)
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         batch, loss = BatchRows(data), Loss(loss_function)
-        path, metrics = self._decide(batch, loss, forward_only)
+        path, metrics = self._prepare(batch, loss, forward_only)
         if isinstance(path, WhyStock):
             output, of_path = self._take_stock_path(path, batch, loss, forward_only)
         else:
@@ -93,11 +132,11 @@ class PrefixEngine:
         output.setdefault("metrics", {}).update(reported)
         return output
 
-    def _decide(
+    def _prepare(
         self, batch: BatchRows, loss: Loss, forward_only: bool
     ) -> tuple[_SharedPath | WhyStock, dict[str, float]]:
-        """Decides how a batch is computed; returns that, and metrics. Towards the shared path its rows travel, and a
-        few of them are checked where a check is due."""
+        """Brings rows to the ranks that compute them, plans them, and runs the self-check where one is due. Returns how
+        the batch is computed, and metrics. Every rank calls it. It changes `tree_rule`."""
         if why := self._paths.why_stock(batch, loss) or self._verification.failure:
             return why, {}
         loss.warn_of_zeros()
@@ -114,11 +153,11 @@ class PrefixEngine:
             return plan, metrics
         with together("checking rows"):
             rows.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
-        rows = self._with_loss_fields(rows)
+        path = _SharedPath(exchange, self._with_loss_fields(rows), plan)
         if not forward_only or self.backend.has_no_updates:
-            budget = batch.budget(groups)  # by the flags that verl set: those of `rows` are changed
-            metrics |= self._verification.check(rows, groups, budget, plan, loss)
-        return self._verification.failure or _SharedPath(exchange, rows, plan), metrics
+            budget = batch.budget(groups)  # by the flags that verl set: those of `path.rows` are changed
+            metrics |= self._verification.check(path.rows, groups, budget, plan, loss)
+        return self._verification.failure or path, metrics
 
     def _take_shared_path(
         self, path: _SharedPath, loss: Loss, forward_only: bool
@@ -133,7 +172,7 @@ class PrefixEngine:
             )
         self._peak_was_measured |= bool(meter.phase_b_peak)
         output["model_output"] = path.exchange.give_back(output["model_output"])
-        return output, metrics | path.exchange.metrics  # of both ways
+        return output, metrics | path.exchange.metrics  # which are now of both ways
 
     def _take_stock_path(
         self, why: WhyStock, batch: BatchRows, loss: Loss, forward_only: bool
@@ -262,36 +301,6 @@ class PrefixEngine:
         with self._headroom.update():
             output: dict[str, Any] = super().train_batch(data, loss_function)  # type: ignore[misc]
         return output
-
-    def set_backend(self, backend: Backend, engine_config: Any) -> None:
-        """Ends the constructor: verl's engine is there, by `engine_config`. What needs the model follows in
-        `initialize`."""
-        self.backend = backend
-        self._new_runner = functools.partial(backend.new_runner, kernel=self.prefix_config.attention)
-        self._role = role_of(engine_config)
-        self._verification = Verification(backend, self.prefix_config, self.run_plan)
-        self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
-        if self.prefix_config.trace_dir and not backend.has_no_updates:
-            ranks = backend.ranks
-            self._trace = open_trace(self.prefix_config, ranks.data_rank, ranks.data_size, ranks.writes, self)
-
-    def initialize(self) -> None:
-        """Builds verl's engine, and what needs its model."""
-        super().initialize()  # type: ignore[misc]
-        if self.prefix_config.schedule != "stock":
-            with together("checking the model"):  # stages of a pipeline have different layers
-                self.backend.check_model()
-                if self.prefix_config.skip_zero_advantage and self.backend.counts_last_tokens:
-                    raise ValueError(
-                        f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that this model's routers learn from; set "
-                        f"{SKIP_ZERO_ADVANTAGE}=False"
-                    )
-            model_config = self.model_config  # type: ignore[attr-defined]
-            self.tree_rule = TreeRule(
-                self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
-            )
-        self._headroom = Headroom(self.backend)
-        self._paths = Paths(self.backend, self.prefix_config, self._new_runner, self._headroom, self._role)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Loads as verl's; after that no trace is recorded."""

@@ -88,8 +88,8 @@ class RowCodec:
         tensors = load(packed.numpy().tobytes())
         heads = json.loads(tensors.pop("heads").numpy().tobytes())
         rows = [TravellingRow(origin, {}, others) for origin, others in heads]
-        for path, x in tensors.items():
-            i, kind, dtype, name = path.split("/", 3)
+        for stored_as, x in tensors.items():
+            i, kind, dtype, name = stored_as.split("/", 3)
             row = rows[int(i)]
             (row.tensors if kind == "own" else row.others[PIXELS])[name] = x.view(getattr(torch, dtype))
         return rows

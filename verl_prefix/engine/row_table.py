@@ -52,8 +52,9 @@ def describe(rows: BatchRows, shape: ModelShape) -> torch.Tensor:
         counted = (0, 0, 0) if i in rows.dead else (max(prompt_len - 1, 0), response_len, patches)
         costs = *cost(*counted[:2]), cost(0, 0, counted[2])[0]
         low, high, prefix, suffix, pixels = struct.unpack("=5q", key + struct.pack("=3d", *costs))
-        names = PADDING if i in rows.padding else _digest(uid), _digest(f"{uid} {session}")
-        table.append(Columns(low, high, prefix, suffix, pixels, patches > 0, end - start, *names))
+        name = PADDING if i in rows.padding else _digest(uid)
+        session = _digest(f"{uid} {session}")
+        table.append(Columns(low, high, prefix, suffix, pixels, patches > 0, end - start, name, session))
     return torch.tensor(table, dtype=torch.int64).view(-1, len(Columns._fields))
 
 

@@ -20,21 +20,21 @@ ROUTES = "routed_experts"  # verl's field of the experts that each token went to
 RECORDS = "records_routes"  # our flag of a batch whose log-probs leave that field
 
 
-def select_rows(data: TensorDict, rows: Sequence[int]) -> TensorDict:
-    """Returns what verl.utils.tensordict_utils.index_select_tensor_dict gives. That makes a tensor of every row of the
-    batch in every field, so that a pass of few rows would take as long as the whole batch."""
+def select_rows(data: TensorDict, numbers: Sequence[int]) -> TensorDict:
+    """Returns rows by their numbers, as verl.utils.tensordict_utils.index_select_tensor_dict does. That makes a tensor
+    of every row of the batch in every field, so that a pass of few rows would take as long as the whole batch."""
     fields: dict[str, Any] = dict(data.items())
     ragged = {name for name, x in fields.items() if getattr(x, "is_nested", False) and x.lengths() is None}
-    others = dict(tu.index_select_tensor_dict(data.exclude(*ragged), list(rows)).items())
-    selected = {name: _ragged_rows(x, rows) if name in ragged else others[name] for name, x in fields.items()}
-    return TensorDict(selected, batch_size=len(rows))
+    others = dict(tu.index_select_tensor_dict(data.exclude(*ragged), list(numbers)).items())
+    selected = {name: _ragged_rows(x, numbers) if name in ragged else others[name] for name, x in fields.items()}
+    return TensorDict(selected, batch_size=len(numbers))
 
 
-def _ragged_rows(nested: Any, rows: Sequence[int]) -> torch.Tensor:
+def _ragged_rows(nested: Any, numbers: Sequence[int]) -> torch.Tensor:
     """Rows of a jagged tensor, as verl's nested_tensor_from_tensor_list makes one of them."""
     values, ends, dim = nested.values(), nested.offsets().tolist(), nested._ragged_idx - 1
-    lens = [ends[row + 1] - ends[row] for row in rows]
-    values = torch.cat([values.narrow(dim, ends[row], n) for row, n in zip(rows, lens, strict=True)], dim)
+    lens = [ends[row + 1] - ends[row] for row in numbers]
+    values = torch.cat([values.narrow(dim, ends[row], n) for row, n in zip(numbers, lens, strict=True)], dim)
     offsets = torch.tensor([0, *itertools.accumulate(lens)], device=values.device)
     if values.dim() == 1:
         return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=min(lens), max_seqlen=max(lens))
@@ -70,9 +70,9 @@ class BatchRows:
         rows.data = data
         return rows
 
-    def select(self, rows: Sequence[int], keys: Sequence[Hashable] | None = None) -> "BatchRows":
-        """Returns some of the rows, which may repeat. keys: of those."""
-        return BatchRows(select_rows(self.data, rows), keys)
+    def select(self, numbers: Sequence[int], keys: Sequence[Hashable] | None = None) -> "BatchRows":
+        """Returns rows by their numbers, which may repeat. keys: of these rows."""
+        return BatchRows(select_rows(self.data, numbers), keys)
 
     def flag(self, name: str, default: Any = False) -> Any:
         """A value that the batch has once."""
@@ -196,11 +196,9 @@ class BatchRows:
         return int(self.data["micro_batch_size_per_gpu"]) * longest
 
     def check_positions_and_pixels(self, config: Any, rows_begin_at_zero: bool) -> None:
-        """Checks that the stock path would find each row where it begins (by position id 0, or where ids do not go up
-        by 1, as `rows_begin_at_zero` says), and that pixels are those of prompts.
-
-        Where they do not, ours would silently differ from the stock path, which reads the bounds of packed rows from
-        position ids, or numbers tokens itself. Of four axes the first decides, that of text; the others jump at images.
+        """Checks that pixels are those of prompts, and that a stock path which packs rows finds each row where it
+        begins. It looks for position id 0 (`rows_begin_at_zero`), or for ids that do not go up by 1. Of four axes the
+        first decides, that of text; the others jump at images. Else ours would silently differ from it.
 
         Args:
             config: the model's. rows_begin_at_zero: `backend.StockFacts`.

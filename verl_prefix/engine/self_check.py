@@ -11,7 +11,7 @@ All figures are in units of noise: how far ours is off, over how far rounding al
   far that kernel moves where the row is rounded differently and stands after some tokens that change nothing. Ours
   differs in the same way: its chunks begin anew after the prefix, and so sum in another order, in whatever precision
   the kernel has inside. Input rounding alone is too small a unit: in fp32 decays are differences of long sums.
-- gradients of a weighted sum of log-probs, in which a response's i-th token counts 1 / i (`verify._falling_loss`),
+- gradients of a weighted sum of log-probs, in which a response's i-th token counts 1 / i (`verify._weighted_loss`),
   against the stock path's, in units of its noise, as for log-probs. What suffixes send back to their prefix shows
   nowhere else.
 """
@@ -28,7 +28,7 @@ from verl_prefix.core.attention import ForwardContext
 from verl_prefix.engine.layer_probe import Figure, LayerProbe, ProbedContext, ratio_of, sum_of_squares
 
 # A perturbed pass rounds differently once per layer; ours also at its matmuls, whose shapes differ from stock's.
-MAX_LOG_PROBS = 3.0
+MAX_OUTPUTS = 3.0
 # As for log-probs, and in backward again. Where rounding flips an expert of a token, noise alone gave up to 4.5 in 60
 # runs.
 MAX_GRADIENTS = 8.0
@@ -103,11 +103,11 @@ def compare(
     num_perturbed: int = 3,
     outputs: str = "log-probs",
 ) -> Verdict:
-    """Compares one group's response log-probs and gradients on both paths. Figures are of all ranks together, since few
-    tokens say little.
+    """Compares one group's outputs (log-probs of responses, or values) and gradients on both paths. Figures are of all
+    ranks together, since few tokens say little.
 
     Args:
-        stock: [n] log-probs by the stock path, with gradients of a loss of them, which `ours` has as well.
+        stock: [n] outputs by the stock path, with gradients of a loss of them, which `ours` has as well.
         ours: the same by schedule "packed" or "phased", with passes of a type (`PackedForward.context_type`).
         rounding_noise: of a seed; while open, layers' outputs are rounded differently each time.
         gradients: of the model that both run on.
@@ -118,9 +118,9 @@ def compare(
     probe = LayerProbe()
     truth, norms = stock(), gradients.keep()
 
-    def distances(log_probs: torch.Tensor) -> list[float]:
-        """Of log-probs, then of the gradients of each part."""
-        return [sum_of_squares(log_probs.double() - truth), *gradients.distances()]
+    def distances(found: torch.Tensor) -> list[float]:
+        """Of outputs, then of the gradients of each part."""
+        return [sum_of_squares(found.double() - truth), *gradients.distances()]
 
     perturbed: list[list[float]] = []
 
@@ -149,11 +149,11 @@ def compare(
             # fp16, which falls after such a step.
             if math.isfinite(norm) and ratio > worst.ratio:
                 worst = Figure(ratio, MAX_GRADIENTS, f"gradients of {name} from the stock path's")
-        return Figure(ratios[0], MAX_LOG_PROBS, f"{outputs} differ from the stock path's"), worst
+        return Figure(ratios[0], MAX_OUTPUTS, f"{outputs} differ from the stock path's"), worst
 
     found = figures()
     if any(figure.limit < figure.ratio < math.inf for figure in found):
         perturb(_MORE_PERTURBED)
         found = figures()
-    first, worst = found
-    return Verdict(first, probe.worst_attention, probe.worst_recurrence, worst)
+    of_outputs, of_gradients = found
+    return Verdict(of_outputs, probe.worst_attention, probe.worst_recurrence, of_gradients)

@@ -87,32 +87,39 @@ class Travel:
     def decide_moves(self, shape: ModelShape, tree_rule: TreeRule) -> None:
         """Tells all ranks of all rows, and finds each row a rank."""
         with self._timed():
-            with together("describing rows", maxima=("num_rows", "was_cut"), same=("format",)) as agreed:
-                self._codec = RowCodec.of_batch(self._rows.data)
-                own = describe(self._rows, shape)
-                agreed.maximum("num_rows", len(own))
-                agreed.maximum("was_cut", tree_rule.was_cut)
-                agreed.same("format", self._codec.format)
-            # After a batch whose rows stayed ranks may differ in it.
-            tree_rule = tree_rule._replace(was_cut=bool(agreed["was_cut"]))
-            compatible = agreed.is_same("format")
-            if not compatible:
-                warn_once(logger, "prefix.exchange: the ranks' batches have different fields, so that rows stay")
-            self.table = RowTable(self._gather(own, agreed["num_rows"]))
+            compatible, was_cut = self._gather_rows(shape, tree_rule.was_cut)
+            tree_rule = tree_rule._replace(was_cut=was_cut)
             self.is_cut = tree_rule.cuts_rows(self.table.uids, self.table.keys)
-            pieces: list[torch.Tensor] = []
-            if self.is_cut:
-                with together("describing turns", maxima=("num_pieces",)) as agreed:
-                    own = describe_pieces(self._rows, shape, tree_rule)
-                    agreed.maximum("num_pieces", len(own))
-                pieces = self._gather(own, agreed["num_pieces"])
-            with together("placing rows", same=("homes",)) as agreed:
-                agreed.same("homes", self._find_homes(compatible, pieces if self.is_cut else None))
-        if not agreed.is_same("homes"):
+            pieces = self._gather_pieces(shape, tree_rule) if self.is_cut else None
+            with together("placing rows", same=("homes",)) as placed:
+                placed.same("homes", self._find_homes(compatible, pieces))
+        if not placed.is_same("homes"):
             raise RankError(
                 "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
                 "actor_rollout_ref.actor.prefix.exchange=off"
             )
+
+    def _gather_rows(self, shape: ModelShape, was_cut: bool) -> tuple[bool, bool]:
+        """Makes the table of all ranks' rows. Returns whether ranks can read each other's rows, and whether an earlier
+        batch of any rank was cut: ranks may differ in that after a batch whose rows stayed."""
+        with together("describing rows", maxima=("num_rows", "was_cut"), same=("format",)) as described:
+            self._codec = RowCodec.of_batch(self._rows.data)
+            own = describe(self._rows, shape)
+            described.maximum("num_rows", len(own))
+            described.maximum("was_cut", was_cut)
+            described.same("format", self._codec.format)
+        compatible = described.is_same("format")
+        if not compatible:
+            warn_once(logger, "prefix.exchange: the ranks' batches have different fields, so that rows stay")
+        self.table = RowTable(self._gather(own, described["num_rows"]))
+        return compatible, bool(described["was_cut"])
+
+    def _gather_pieces(self, shape: ModelShape, tree_rule: TreeRule) -> list[torch.Tensor]:
+        """The pieces of all ranks' rows, by rank, as `describe_pieces` makes them."""
+        with together("describing turns", maxima=("num_pieces",)) as described:
+            own = describe_pieces(self._rows, shape, tree_rule)
+            described.maximum("num_pieces", len(own))
+        return self._gather(own, described["num_pieces"])
 
     def _find_homes(self, compatible: bool, pieces: Sequence[torch.Tensor] | None) -> list[int]:
         """Finds the rank of every row of all ranks, and so `moves`, by `pieces` where rows are turns. Where ranks

@@ -125,10 +125,10 @@ class Verification:
         of_group, for_stock = rows.select(group.rows), rows.select([*group.rows, *repeated])
         group = group.renumbered({row: place for place, row in enumerate(group.rows)})
         lens = of_group.response_lens
-        flags, falling = _NO_FLAGS | {"return_model_output": True}, _falling_loss
+        flags, function = _NO_FLAGS | {"return_model_output": True}, _weighted_loss
         if rows.flag("distillation_use_topk"):
             flags["distillation_use_topk"] = True
-            falling = functools.partial(_falling_loss, processor=loss.function)
+            function = functools.partial(_weighted_loss, processor=loss.function)
         for chosen in (of_group, for_stock):  # repeated rows count for nothing
             tu.assign_non_tensor(chosen.data, **flags)
             weights = [float(i < len(lens)) / len(lens) for i in range(len(chosen))]
@@ -144,12 +144,12 @@ class Verification:
         forward_only = backend.has_no_updates  # then no gradient differs from zero
 
         def stock() -> torch.Tensor:
-            return responses(backend.run_stock_path(for_stock.data, falling, forward_only))
+            return responses(backend.run_stock_path(for_stock.data, function, forward_only))
 
         def ours(schedule: str, context_type: Callable[..., ForwardContext]) -> torch.Tensor:
             plan = plan_to_check(group, budget, schedule, nests=backend.memory(self._options).stages == 1)
-            falling_loss = Loss(falling, fields={"temperature", "verify_weight"})
-            output, _ = self._run_plan(of_group, [group], plan, falling_loss, forward_only, context_type=context_type)
+            weighted = Loss(function, fields={"temperature", "verify_weight"})
+            output, _ = self._run_plan(of_group, [group], plan, weighted, forward_only, context_type=context_type)
             return responses(output)
 
         with backend.gradients_aside():
@@ -187,7 +187,7 @@ def _of_response(row: torch.Tensor, length: int) -> torch.Tensor:
     return row[len(row) - length - 1 : len(row) - 1]
 
 
-def _falling_loss(
+def _weighted_loss(
     data: TensorDict, model_output: Mapping[str, torch.Tensor] | None = None,
     processor: Callable[..., Any] | None = None, **others: Any,
 ) -> Any:  # fmt: skip

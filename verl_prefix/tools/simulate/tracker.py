@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_prefix.core.prefix_cache import Key, PrefixCache
+from verl_prefix.core.prefix_cache import LayerKey, PrefixCache
 from verl_prefix.tools.simulate.accelerator import CLOCK, Stream
 from verl_prefix.tools.simulate.hardware import Hardware
 from verl_prefix.tools.simulate.operations import (
@@ -189,7 +189,7 @@ class Tracker(TorchDispatchMode):
             self._resized(storage, size)
             return out
 
-        def captured(cache: PrefixCache, key: Key, *tensors: torch.Tensor, **options: Any) -> Any:
+        def captured(cache: PrefixCache, key: LayerKey, *tensors: torch.Tensor, **options: Any) -> Any:
             for x in tensors:
                 self.assign(x, "prefix cache")
             return capture(cache, key, *tensors, **options)
