@@ -117,8 +117,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
         module = super()._build_lora_module(module)
-        frozen = vision.tower_of(module).parameters() if self.engine_config.freeze_vision_tower else ()
-        if any(parameter.requires_grad for parameter in frozen):
+        if self.engine_config.freeze_vision_tower and vision.has_trained_tower(module):
             raise ValueError(
                 "actor_rollout_ref.actor.freeze_vision_tower=True, and LoRA adapts the tower; set "
                 "actor_rollout_ref.model.exclude_modules='.*visual.*'"

@@ -91,8 +91,7 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
 
     def initialize(self) -> None:
         super().initialize()
-        frozen = vision.tower_of(self.module).parameters() if self.engine_config.freeze_vision_tower else ()
-        if any(parameter.requires_grad for parameter in frozen):
+        if self.engine_config.freeze_vision_tower and vision.has_trained_tower(self.module):
             raise RuntimeError(
                 "actor_rollout_ref.actor.freeze_vision_tower=True, and this verl builds its VeOmni model where nobody "
                 "can freeze the tower; remove it"

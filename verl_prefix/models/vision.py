@@ -72,6 +72,11 @@ def tower_of(model: Any) -> torch.nn.Module:
     return tower
 
 
+def has_trained_tower(model: Any) -> bool:
+    """Whether any parameter of the model's vision tower is trained."""
+    return any(parameter.requires_grad for parameter in tower_of(model).parameters())
+
+
 def _digest(tensor: torch.Tensor) -> bytes:
     import xxhash  # of verl's dependency `datasets`
 
