@@ -176,8 +176,8 @@ def _keys_of_the_wrong_heads(sequence_parallel) -> dict:
 
 
 def _a_slice_shifted_by_one(sequence_parallel) -> dict:
-    made = sequence_parallel.Shards.head_tokens
-    return {"head_tokens": lambda self, tokens: (lambda mine, places: (mine, places.roll(1)))(*made(self, tokens))}
+    made = sequence_parallel.Shards.spread_head
+    return {"spread_head": lambda self, tokens: (lambda mine, places: (mine, places.roll(1)))(*made(self, tokens))}
 
 
 def _gradients_not_times_n(sequence_parallel) -> dict:

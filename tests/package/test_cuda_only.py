@@ -30,7 +30,7 @@ PLACES = {
     "core/kernels/flash_attn.py:unavailable": NEWEST,
     "core/kernels/flash_attn.py:unsupported_by_all": LOG_LINE,
     "core/meter.py:Meter.seconds": f"{CORE}:test_phases_are_timed_by_events_for_which_only_the_reader_waits",
-    "core/meter.py:Meter.phase_b": PEAK,
+    "core/meter.py:Meter.between_a_and_c": PEAK,
     "core/meter.py:_now": f"{CORE}:test_phases_are_timed_by_events_for_which_only_the_reader_waits",
     "core/offload.py:device_room": "core/test_offload.py:test_room_for_prefetching_leaves_an_eighth_of_the_device",
     "engine/headroom.py:Headroom.__init__": ROOM,
