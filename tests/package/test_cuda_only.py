@@ -28,7 +28,7 @@ PLACES = {
     "core/kernels/flash_attn.py:_installed": NEWEST,
     "core/kernels/flash_attn.py:missed": NEWEST,
     "core/kernels/flash_attn.py:unavailable": NEWEST,
-    "core/kernels/flash_attn.py:unsupported_by_all": LOG_LINE,
+    "core/kernels/cuda_rules.py:unsupported_by_all": LOG_LINE,
     "core/meter.py:Meter.seconds": f"{CORE}:test_phases_are_timed_by_events_for_which_only_the_reader_waits",
     "core/meter.py:Meter.between_a_and_c": PEAK,
     "core/meter.py:_now": f"{CORE}:test_phases_are_timed_by_events_for_which_only_the_reader_waits",

@@ -15,7 +15,7 @@ from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.config.actor import tokens_key
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group, leave_out
-from verl_prefix.core.kernels.flash_attn import is_deterministic
+from verl_prefix.core.kernels.cuda_rules import is_deterministic
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import leaves_room
 from verl_prefix.core.runner import PlanRunner

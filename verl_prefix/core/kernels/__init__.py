@@ -21,7 +21,7 @@ import torch
 from verl_prefix.core.calls import Call
 from verl_prefix.core.errors import NoFastKernel, NoKernel
 from verl_prefix.core.kernels import aten, cpu, flash_attn, reference
-from verl_prefix.core.kernels.flash_attn import is_deterministic
+from verl_prefix.core.kernels.cuda_rules import is_deterministic
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from verl_prefix.core.calls import Call
-from verl_prefix.core.kernels.flash_attn import is_deterministic, unsupported_by_all
+from verl_prefix.core.kernels.cuda_rules import is_deterministic, unsupported_by_all
 
 _FORWARD_ARGS = (
     "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale window_size_left "

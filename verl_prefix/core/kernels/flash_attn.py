@@ -10,13 +10,13 @@ import functools
 import importlib
 import inspect
 import logging
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from verl_prefix.core.calls import Call
+from verl_prefix.core.kernels.cuda_rules import is_deterministic, unsupported_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +91,6 @@ def _installed() -> list[_Interface]:
     return found
 
 
-def is_deterministic() -> bool:
-    """Whether backward must give the same bits each time: by torch's mode, or by the variable that transformers reads
-    for its own calls of flash-attn (modeling_flash_attention_utils.py), and that verl hands on to workers."""
-    return torch.are_deterministic_algorithms_enabled() or os.getenv("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
-
-
 def _refusal(module: str, head_dim: int, softcap: bool) -> str | None:
     """Why an interface does not run such inputs, forward and backward, by its own checks: `_validate_head_dims` and
     `_flash_attn_bwd` in flash_attn/cute/interface.py (flash-attn-4 4.0.0b36), `mha_bwd` in hopper/flash_api.cpp (FA3 at
@@ -141,17 +135,6 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "torch.cuda.is_available() is False"
     return None if _installed() else "no flash-attn package that this GPU runs is installed"
-
-
-def unsupported_by_all(device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why no CUDA flash attention, aten's included, runs such inputs, in words, or None."""
-    if device_type != "cuda":
-        return f"device is {device_type}, not cuda"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype is {dtype}, not bfloat16 or float16"
-    if head_dim % 8 or head_dim > 256:
-        return f"head dim is {head_dim}, not a multiple of 8 up to 256"
-    return None
 
 
 def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool) -> str | None:
