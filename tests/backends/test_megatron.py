@@ -599,7 +599,11 @@ def gradients_finalized_twice(patch):
 
 
 def prefix_counted_once(patch):
-    patch.setattr(mcore, "multiplicity", lambda layout, shards: torch.ones(layout.num_tokens, dtype=torch.int64))
+    def once(layout, shards):
+        counts = torch.ones(layout.num_tokens, dtype=torch.int64)
+        return counts if shards is None else shards.local(counts)
+
+    patch.setattr(mcore, "multiplicity", once)
 
 
 def _broken(models: dict, which: str, sabotage: Callable) -> float:
