@@ -180,10 +180,11 @@ def test_every_report_names_versions_device_and_a_commit_of_this_history() -> No
 
 
 def test_readme_begins_with_commands_that_make_and_ci_know() -> None:
-    commands = re.search(r"```bash\n(.*?)```", read("README.md"), flags=re.S)[1]
-    clone, *commands = [line.split("#")[0].strip() for line in commands.splitlines()]
+    blocks = re.findall(r"```bash\n(.*?)```", read("README.md"), flags=re.S)[:2]
+    install, demo = ([line.split("#")[0].strip() for line in block.splitlines()] for block in blocks)
     url = re.search(r'URL = "(.+)"', read("setup.py"))[1]
-    assert clone == f"git clone {url} && cd {url.rpartition('/')[2]}" and commands == ["make demo", "make test"]
+    clone = f"git clone {url} && cd {url.rpartition('/')[2]}"
+    assert install[:3] == [clone, "pip install .", "verl-prefix doctor"] and demo == [clone, "make demo", "make test"]
     for target in ("demo", "test"):
         assert re.search(rf"^{target}: setup", read("Makefile"), flags=re.M)
     assert "\nmake test\n" in read(".ci/run")
