@@ -126,6 +126,14 @@ def test_readme_says_what_verls_own_scripts_gain() -> None:
     assert len(gains) > 20 and f"have short prompts and gain {gains[0]} to {gains[-1]}" in readme
 
 
+@pytest.mark.parametrize("engine", ["VeOmni", "Megatron"])
+def test_engines_say_how_many_of_verls_own_scripts_are_accepted(engine: str) -> None:
+    section = read("examples/results/verl_scripts.md").split(f"\n## {engine} ones")[1].split("\n## ")[0]
+    accepted, refused = (len(re.findall(rf"^\|.*\| {word}", section, flags=re.M)) for word in ("accepted", "refused"))
+    said = f"Of {accepted + refused} of verl's {engine} scripts {accepted} are accepted and {refused} refused"
+    assert accepted > 3 and said in " ".join(read("verl_prefix/config/engines.md").split())
+
+
 def test_a_committed_report_of_one_timed_step_forbids_ratios() -> None:
     with pytest.raises(ValueError, match="can be quoted"):
         times(REPORTS["demo_qwen2_5_vl_2ranks"], "update_actor")

@@ -396,6 +396,17 @@ def test_readme_quotes_the_verdict_of_this_recipe(tmp_path, folder_of, capsys):
     assert verdict.startswith("Worth it: ") and f"```\n{verdict}\n```" in (RECIPES.parent / "README.md").read_text()
 
 
+@pytest.mark.more
+def test_the_page_of_engines_quotes_the_verdict_of_its_megatron_command(tmp_path, folder_of, capsys):
+    page = (RECIPES.parent / "verl_prefix" / "config" / "engines.md").read_text()
+    (command,) = re.findall(r"```bash\n# run_megatron.sh\n(.+?)```", page, flags=re.S)
+    script = tmp_path / "run_megatron.sh"
+    script.write_text(command.replace("Qwen/Qwen3-8B", str(folder_of("Qwen3-8B"))))
+    assert cli.main(["plan", "--prompt-lengths", "2400", str(script)]) == 0
+    verdict = "\n".join(capsys.readouterr().out.splitlines()[:3])
+    assert verdict.startswith("Worth it: ") and f"```text\n{verdict}\n```" in page
+
+
 def test_a_simulation_gets_what_prompts_show(monkeypatch, tmp_path, folder_of, train_file):
     """The pixels of every group of the costliest rank, in the patches of its processor."""
     jobs = []
