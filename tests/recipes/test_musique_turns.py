@@ -7,14 +7,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-from uuid import uuid4
 
 import hydra
 import pytest
 from musique import RECIPE
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
-from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap, ToolListWrap
 from verl.tools.tool_registry import load_all_tools
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -187,12 +185,12 @@ def test_what_no_session_can_do_is_an_error(play):
 
 def test_the_loop_of_the_page_of_algorithms_makes_a_row_per_turn(tokenizer):
     page = (RECIPE.parents[1] / "verl_prefix" / "config" / "algorithms.md").read_text()
-    (code,) = re.findall(r"```python\n(class MyLoop.+?)```", page, flags=re.S)
+    (code,) = re.findall(r"```python\n(.+?)```", page, flags=re.S)
 
     async def environment(said: str) -> str | None:
         return None if said == ANSWER else PARAGRAPHS[0]
 
-    names: dict[str, Any] = {"uuid4": uuid4, "environment": environment, **vars(agent_loop)}
+    names: dict[str, Any] = {"environment": environment}
     exec(code, names)
     key, model = "actor_rollout_ref.rollout", f"actor_rollout_ref.model.path={tokenizer.name}"
     config = compose_config("ppo_trainer", [model, f"{key}.name=vllm", f"{key}.multi_turn.max_assistant_turns=5"])
