@@ -126,6 +126,14 @@ def test_readme_says_what_verls_own_scripts_gain() -> None:
     assert len(gains) > 20 and f"have short prompts and gain {gains[0]} to {gains[-1]}" in readme
 
 
+@pytest.mark.parametrize("engine", ["VeOmni", "Megatron"])
+def test_engines_say_how_many_of_verls_own_scripts_are_accepted(engine: str) -> None:
+    section = read("examples/results/verl_scripts.md").split(f"\n## {engine} ones")[1].split("\n## ")[0]
+    accepted, refused = (len(re.findall(rf"^\|.*\| {word}", section, flags=re.M)) for word in ("accepted", "refused"))
+    said = f"Of {accepted + refused} of verl's {engine} scripts {accepted} are accepted and {refused} refused"
+    assert accepted > 3 and said in " ".join(read("verl_prefix/config/engines.md").split())
+
+
 def test_a_committed_report_of_one_timed_step_forbids_ratios() -> None:
     with pytest.raises(ValueError, match="can be quoted"):
         times(REPORTS["demo_qwen2_5_vl_2ranks"], "update_actor")
@@ -180,10 +188,11 @@ def test_every_report_names_versions_device_and_a_commit_of_this_history() -> No
 
 
 def test_readme_begins_with_commands_that_make_and_ci_know() -> None:
-    commands = re.search(r"```bash\n(.*?)```", read("README.md"), flags=re.S)[1]
-    clone, *commands = [line.split("#")[0].strip() for line in commands.splitlines()]
+    blocks = re.findall(r"```bash\n(.*?)```", read("README.md"), flags=re.S)[:2]
+    install, demo = ([line.split("#")[0].strip() for line in block.splitlines()] for block in blocks)
     url = re.search(r'URL = "(.+)"', read("setup.py"))[1]
-    assert clone == f"git clone {url} && cd {url.rpartition('/')[2]}" and commands == ["make demo", "make test"]
+    clone = f"git clone {url} && cd {url.rpartition('/')[2]}"
+    assert install[:3] == [clone, "pip install .", "verl-prefix doctor"] and demo == [clone, "make demo", "make test"]
     for target in ("demo", "test"):
         assert re.search(rf"^{target}: setup", read("Makefile"), flags=re.M)
     assert "\nmake test\n" in read(".ci/run")

@@ -3,6 +3,7 @@ it says what the test has written down. tests/engine/test_turns_run.py trains on
 """
 
 import asyncio
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -180,3 +181,29 @@ def test_what_no_session_can_do_is_an_error(play):
         play([ANSWER], "data.max_prompt_length=20")
     with pytest.raises(Exception, match="max_assistant_turns=None: set the most turns"):
         play([ANSWER], "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=null")
+
+
+def test_the_loop_of_the_page_of_algorithms_makes_a_row_per_turn(tokenizer):
+    page = (RECIPE.parents[1] / "verl_prefix" / "config" / "algorithms.md").read_text()
+    (code,) = re.findall(r"```python\n(.+?)```", page, flags=re.S)
+
+    async def environment(said: str) -> str | None:
+        return None if said == ANSWER else PARAGRAPHS[0]
+
+    names: dict[str, Any] = {"environment": environment}
+    exec(code, names)
+    key, model = "actor_rollout_ref.rollout", f"actor_rollout_ref.model.path={tokenizer.name}"
+    config = compose_config("ppo_trainer", [model, f"{key}.name=vllm", f"{key}.multi_turn.max_assistant_turns=5"])
+    server = Server(tokenizer, ["Oslo?", ANSWER])
+
+    async def session() -> list[AgentLoopOutput]:
+        loop = names["MyLoop"](
+            DictConfigWrap(config), server, tokenizer, None, RLHFDataset, DictConfigWrap(config.data), "qwen3"
+        )
+        return await loop.run({"logprobs": True}, raw_prompt=[QUESTION], uid="u")
+
+    rows = asyncio.run(session())
+    history = [QUESTION, {"role": "assistant", "content": "Oslo?"}, {"role": "user", "content": PARAGRAPHS[0]}]
+    shown = [tokenizer.apply_chat_template(history[:n], add_generation_prompt=True, tokenize=False) for n in (1, 3)]
+    assert [tokenizer.decode(row.prompt_ids) for row in rows] == shown and [row.num_turns for row in rows] == [2, 4]
+    assert [tokenizer.decode(row.response_ids) for row in rows] == ["Oslo?", ANSWER]

@@ -392,8 +392,23 @@ def test_readme_quotes_the_verdict_of_this_recipe(tmp_path, folder_of, capsys):
     """On a machine without its data: `--prompt-lengths 2400`."""
     words = launched(MUSIQUE, tmp_path, MODEL_ENGINE="dp", MODEL_PATH=str(folder_of("Qwen3-8B")))
     assert cli.main(["plan", "--prompt-lengths", "2400", *words]) == 0
-    verdict = "\n".join(capsys.readouterr().out.splitlines()[:3])
+    lines = capsys.readouterr().out.splitlines()
+    verdict = "\n".join(lines[:3])
     assert verdict.startswith("Worth it: ") and f"```\n{verdict}\n```" in (RECIPES.parent / "README.md").read_text()
+    tools = (RECIPES.parent / "verl_prefix" / "tools" / "README.md").read_text()
+    (sample,) = re.findall(r"```text\n(Worth it: .+?)\n```", tools, flags=re.S)
+    assert sample.startswith(verdict) and set(sample.splitlines()) <= set(lines)
+
+
+@pytest.mark.more
+def test_the_page_of_engines_quotes_the_verdict_of_its_megatron_command(tmp_path, folder_of, capsys):
+    page = (RECIPES.parent / "verl_prefix" / "config" / "engines.md").read_text()
+    (command,) = re.findall(r"```bash\n# run_megatron.sh\n(.+?)```", page, flags=re.S)
+    script = tmp_path / "run_megatron.sh"
+    script.write_text(command.replace("Qwen/Qwen3-8B", str(folder_of("Qwen3-8B"))))
+    assert cli.main(["plan", "--prompt-lengths", "2400", str(script)]) == 0
+    verdict = "\n".join(capsys.readouterr().out.splitlines()[:3])
+    assert verdict.startswith("Worth it: ") and f"```text\n{verdict}\n```" in page
 
 
 def test_a_simulation_gets_what_prompts_show(monkeypatch, tmp_path, folder_of, train_file):
@@ -736,9 +751,10 @@ def test_the_page_counts_what_it_lists(kind, scripts):
     lines = [line for line in PAGE if line.startswith("| ") and line.split()[1] in scripts]
     refused = [line for line in lines if "refused" in line]
     unshared = [line for line in lines if "unshared" in line]
+    accepted = len(lines) - len(refused)
     counts = (
-        f"{len(lines)} {kind}scripts: {len(lines) - len(refused)} accepted, {len(refused)} refused, "
-        f"{len(unshared)} unshared"
+        f"{len(lines)} {kind}scripts: {accepted} accepted, {len(unshared)} of them without sharing, and {len(refused)} "
+        "refused"
     )
     assert any(line.startswith(counts) for line in PAGE) and len(lines) == len(scripts)
 
