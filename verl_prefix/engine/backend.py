@@ -4,7 +4,8 @@ An engine is a class with `PrefixEngine` left of verl's own; its constructor set
 build, and ends with `set_backend`. Of verl's engine `PrefixEngine` uses `train_batch`, `forward_backward_batch` (by
 `verls_forward_backward`, which `run_stock_path` calls), `initialize`, `load_checkpoint`, `disable_adapter` and
 `model_config`; of its config `ppo_epochs`, and what `config.actor.role_of` reads; with `prefix.trace_dir` also
-`engine_config` and `optimizer_config`.
+`engine_config` and `optimizer_config`. The class may override `_with_routes`, `_with_loss_fields` and
+`_routers_choose`.
 """
 
 from abc import ABC, abstractmethod
@@ -35,8 +36,8 @@ class Ranks:
     Args:
         data: the process group of ranks that have different rows, one of each set of copies. Never None.
         data_rank, data_size: this rank's place in it, and its size.
-        copies: how many ranks have the same rows: all of one sequence-, tensor- and pipeline-parallel set. A sum over
-            ranks counts each of them; who asks for it divides by `copies`.
+        copies: how many ranks have the same rows: all of one sequence-, tensor-, context- and pipeline-parallel set. A
+            sum over ranks counts each of them; who asks for it divides by `copies`.
         slices: how many of the copies cut one packed row among themselves; their group is `slice_group`, None for one.
         stages: how many stages of a pipeline are among the copies.
         has_outputs: whether this rank sees outputs and losses, as the last stage alone does.

@@ -27,10 +27,10 @@ def candidates(backend: Backend, rows: BatchRows, groups: Sequence[Group], budge
         limits += ", without tokens of images or videos in responses"
         if len(choices) > 1:
             limits += " and with the same number of kinds of pixels (images, videos) on every rank"
-    lacking = backend.ranks.max_over_ranks([not candidates for candidates in choices])
-    for candidates, lacks in zip(choices, lacking, strict=True):
+    lacking = backend.ranks.max_over_ranks([not choice for choice in choices])
+    for choice, lacks in zip(choices, lacking, strict=True):
         if not lacks:
-            return candidates
+            return choice
     warn_once(
         logger,
         "prefix.verify waits for a batch in which every rank has a prompt%s; set "

@@ -5,8 +5,8 @@
 
 That takes at most seventeen collectives, all of tensors. Rows and tables go through the group of ranks that have
 different rows (`Ranks.data`; see `travel`). After each piece of work `together` asks all ranks of the job, copies too,
-whether it went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only the
-buffers of the collectives themselves are outside of that.
+whether it went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only what
+sends the tables and rows, with its buffers, is outside of that.
 """
 
 import logging
@@ -70,15 +70,16 @@ def open_exchange(
 
     Args:
         option: `prefix.exchange`. tree_rule: what rows share besides whole prompts.
-        leaves_out: dead rows are marked, in the batch, since they cost nothing, and in the rows that are computed.
+        leaves_out: dead rows cost nothing where rows are placed, and are marked in the rows that are computed.
 
     Raises:
         RankError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
-    ranks, travel, computed = _exchanging_ranks(backend, option, loss), None, batch
+    ranks, travel = _exchanging_ranks(backend, option, loss), None
     if leaves_out:  # for the costs by which rows are placed
         with together("finding rows without gradient"):
-            batch.dead = loss.find_dead(batch)
+            batch = batch.with_dead(loss.find_dead(batch))
+    computed = batch
     if ranks is not None:
         travel = Travel(batch, ranks)
         travel.decide_moves(backend.shape, tree_rule)
@@ -86,7 +87,7 @@ def open_exchange(
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
         if leaves_out:  # again, since rows that arrive bring no mark
-            computed.dead = loss.find_dead(computed)
+            computed = computed.with_dead(loss.find_dead(computed))
         is_cut = travel.is_cut if travel else tree_rule.cuts_rows(computed.uids, computed.keys)
         groups = group_rows(computed, tree_rule, is_cut)
     tree_rule = tree_rule._replace(was_cut=is_cut)
@@ -103,6 +104,6 @@ def _exchanging_ranks(backend: Backend, option: str, loss: Loss) -> dist.Process
         return None
     if loss.is_unknown:
         why = "this loss may read what does not travel (raw_prompt, extra_fields)"
-        warn_once(logger, f"prefix.exchange: rows stay on their ranks in updates: {why}")
+        warn_once(logger, f"prefix.exchange: rows stay on their ranks where this loss is computed: {why}")
         return None
     return backend.ranks.data

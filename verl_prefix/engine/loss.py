@@ -90,11 +90,15 @@ class Loss:
         self._of_values = mode == CRITIC_LOSS
         self._fields = fields_read(function, mode, fields)
 
-    def warn_of_zeros(self) -> None:
-        """Says once what a user's loss does not get."""
+    def warn_of_limits(self) -> None:
+        """Says once what a user's loss does not get, and must not do."""
         module = getattr(getattr(self.function, "func", self.function), "__module__", None) or ""
         if self.is_unknown and not module.startswith("verl."):
-            warn_once(logger, "prefix: a loss that is not verl's own gets zeros in place of outputs of prompts")
+            warn_once(
+                logger,
+                "prefix: a loss that is not verl's own gets zeros in place of outputs of prompts, and must not run "
+                "collectives, since ranks compute it for different numbers of passes",
+            )
 
     def floats(self, data: TensorDict) -> dict[str, torch.Tensor]:
         """Values of `data` from which a NaN can get into the loss."""

@@ -139,7 +139,7 @@ class PrefixEngine:
         the batch is computed, and metrics. Every rank calls it. It changes `tree_rule`."""
         if why := self._paths.why_stock(batch, loss) or self._verification.failure:
             return why, {}
-        loss.warn_of_zeros()
+        loss.warn_of_limits()
         if loss.function is None:  # log-probs alone, for which no teacher travels
             batch = batch.with_data(batch.data.exclude(*TEACHER))
         leaves_out = self.prefix_config.skip_zero_advantage and not forward_only

@@ -70,6 +70,11 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> 
     histories. A long row lists its first cut (the system prompt's) and its last `LAST_CUTS`, and what lies between
     these is one piece. An earlier turn may have it in several pieces; the last of these then has the same name and a
     lower cost, which `_cheapest_pieces` takes. The logits of a response are a piece, too.
+
+        turn 1   [ system | question | call ]                      pieces S, SQ, and SQC with its logits
+        turn 2   [ system | question | call, result | answer ]     pieces S, SQ, SQCR, and SQCRA with its logits
+
+    Another session of the uid that calls another tool shares S and SQ with these: they are the uid's trunk.
     """
     cost = functools.cache(functools.partial(row_cost, shape))
     piece_row, piece_end, piece_cost = list[int](), list[int](), list[float]()

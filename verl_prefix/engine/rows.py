@@ -70,6 +70,12 @@ class BatchRows:
         rows.data = data
         return rows
 
+    def with_dead(self, dead: Set[int]) -> "BatchRows":
+        """Returns the same rows, of which these are known to be dead."""
+        rows = copy.copy(self)
+        rows.dead = dead
+        return rows
+
     def select(self, numbers: Sequence[int], keys: Sequence[Hashable] | None = None) -> "BatchRows":
         """Returns rows by their numbers, which may repeat. keys: of these rows."""
         return BatchRows(select_rows(self.data, numbers), keys)
