@@ -101,6 +101,16 @@ def test_a_phase_a_fits_the_budget_wherever_its_strands_wait(offload):
     assert max(sum(group.num_own_strand_tokens for group in each.groups) for each in plan.all_passes) <= 200
 
 
+def test_a_tree_whose_strands_leave_no_room_for_its_longest_suffix_nests():
+    """In one phased pass 50 tokens of strands would be alive with a suffix of 60."""
+    strands = (Strand(0, 0, 10), Strand(0, 10, 30, 0), Strand(2, 10, 30, 0))
+    forks = (Fork(1, 30), Fork(1, 30), Fork(2, 30), Fork(2, 30))
+    group = Group((0, 1, 2, 3), (60, 5, 5, 5), strands, forks, (30,) * 4)
+    plan = make_plan([group], 100, "auto")
+    assert plan.depth > 1 and plan.num_physical_tokens == 125
+    assert make_plan([group], 120, "phased").depth == 1, "where there is room, no more forwards"
+
+
 def test_packed_passes_in_a_phase_a_are_even():
     """Four sessions of 800 tokens after a prompt: two passes of two sessions, not three in one and one in another."""
     batch = turn_rollouts(200, 4, 5, 30, 10, 40, 1 << 30)

@@ -54,7 +54,8 @@ class Group:
 
     Attributes:
         rows: numbers of the rows in the batch.
-        suffix_lens: number of suffix tokens of each row.
+        suffix_lens: number of suffix tokens of each row; in a phase A in which passes nest, of all its tokens after
+            that phase A, so that rows count later strands each (`SplitGroup.phase_a`).
         strands: every strand after its parent; none where no token comes before the suffixes.
         forks: of each row.
         first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.

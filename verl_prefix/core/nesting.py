@@ -115,17 +115,19 @@ class Nesting:
                 rows = tuple(row for load in after for row in load.rows)
                 self._subtrees[number] = _Load(stretch.length + sum(load.tokens for load in after), rows)
 
-    def better_than(self, tokens: int, forwards: int) -> PhasedPass | None:
-        """The pass of the whole group by the best way, if it needs fewer than `tokens` tokens, or as many in fewer than
-        `forwards` forwards; else None, as for a tree that cannot be nested (`_read_stretches`)."""
+    def better_than(self, tokens: int, alive: int, forwards: int) -> PhasedPass | None:
+        """The pass of the whole group by the best way, if it computes fewer than `tokens` tokens; or as many, with less
+        alive at once beyond the budget than `alive`, or in fewer than `forwards` forwards. Else None, as for a tree
+        that cannot be nested (`_read_stretches`)."""
         way = self._best() if self._can_nest else None
-        if way is None or (self._group.num_physical_tokens, way.forwards) >= (tokens, forwards):
+        if way is None:
             return None
-        return self._pass(self._group, way)
+        own = self._group.num_physical_tokens, max(way.peak, self._budget), way.forwards
+        return self._pass(self._group, way) if own < (tokens, max(alive, self._budget), forwards) else None
 
     def deepest(self) -> PhasedPass | None:
-        """The pass in which every stretch has a phase A of its own, and every suffix a packed pass; None where the tree
-        cannot be nested."""
+        """For `engine.verify`: the pass in which every stretch has a phase A of its own, and every suffix a packed
+        pass; None where the tree cannot be nested."""
 
         def way(number: int) -> _Way:
             stretch = self._stretches[number]
@@ -261,6 +263,7 @@ class Nesting:
         return found if than is None else min(than, found, key=self._cost)
 
     def _cost(self, way: _Way) -> tuple[int, int, int]:
+        """First what exceeds the budget, then forwards, then the peak."""
         return max(way.peak, self._budget), way.forwards, way.peak
 
     def _pass(self, group: Group, way: _Way) -> PhasedPass:

@@ -35,9 +35,9 @@ def make_plan(
     least_wave: int = 1,
     nests: bool = True,
 ) -> Plan:
-    """Makes one rank's plan. What is alive at once fits the budget, unless one row alone or `least_wave` exceeds it. On
-    a pipeline of several stages several phased passes are alive at once; `Plan.at_once`, which callers set, limits
-    these.
+    """Makes one rank's plan. What is alive at once fits the budget, unless one row alone or `least_wave` exceeds it,
+    or, in trees whose passes do not nest, the strands of a piece with its longest suffix. On a pipeline of several
+    stages several phased passes are alive at once; `Plan.at_once`, which callers set, limits these.
 
     Args:
         groups: all groups of the rank's rows.
@@ -49,8 +49,9 @@ def make_plan(
             leave less of the budget. None: what prefixes leave.
         offload: prefixes wait in host memory during the waves, and do not count.
         least_wave: tokens that a wave may always have, whatever prefixes leave.
-        nests: a group may become nested passes, where these compute fewer tokens than its pieces, or as many in fewer
-            forwards. False on a pipeline of several stages, which runs phases A apart.
+        nests: a group may become nested passes, where these compute fewer tokens than its pieces; or as many, and they
+            fit the budget better or are fewer forwards. False on a pipeline of several stages, which runs phases A
+            apart.
 
     Raises:
         ValueError: the schedule is none of these, or `wave_tokens` is below 1.
@@ -108,10 +109,16 @@ def _phased_passes(groups: Sequence[Group], limits: _Limits, nests: bool) -> lis
     return [*phased, *deep]
 
 
-def _work_of_pieces(pieces: Sequence[Group], limits: _Limits) -> tuple[int, int]:
-    """Tokens and number of forwards of a group whose pieces are each a phased pass."""
+def _work_of_pieces(pieces: Sequence[Group], limits: _Limits) -> tuple[int, int, int]:
+    """Of a group whose pieces are each a phased pass: tokens; what is alive at least, a piece's strands with its
+    longest suffix; and number of forwards."""
     tokens = sum(piece.num_physical_tokens for piece in pieces)
-    return tokens, sum(1 + len(limits.waves([piece])) for piece in pieces)
+    alive = 0
+    for piece in pieces:
+        longest = max(sum(piece.suffix_lens[start:end]) for start, end in piece.units())
+        strands = piece.num_own_strand_tokens
+        alive = max(alive, *((strands, longest) if limits.offload else (strands + longest,)))
+    return tokens, alive, sum(1 + len(limits.waves([piece])) for piece in pieces)
 
 
 def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
