@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from runners import random_rollouts, run_shared
 from torch.utils.flop_counter import FlopCounterMode
 
-from verl_prefix.auto import calibration, chooser, cost, shape
+from verl_prefix.auto import calibration, chooser, cost, cost_model, shape
 from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Fork, Group, Strand
@@ -167,7 +167,7 @@ def test_measuring_takes_a_small_part_of_a_batch(most, batch_tokens):
 
 
 def make_chooser(rates, reduce_max=lambda values: values, min_speedup=1.05, wave_tokens=None, measure=None):
-    costs = chooser.CostModel(SHAPE, False, wave_tokens, min_speedup, cost.Memory(1, False, False, 4096, False))
+    costs = cost_model.CostModel(SHAPE, False, wave_tokens, min_speedup, cost.Memory(1, False, False, 4096, False))
     return chooser.Chooser(costs, dict(rates), measure, reduce_max)
 
 
@@ -355,7 +355,7 @@ def simulations() -> dict[str, list[tuple]]:
 
 def predicted(job: Job, found: shape.ModelShape) -> dict[str, float]:
     """Speed-ups of an update, as `verl-prefix plan` says them."""
-    costs = chooser.CostModel(found, False, None, 1.05, job.memory)
+    costs = cost_model.CostModel(found, False, None, 1.05, job.memory)
     plans = {path: costs.plan(job.groups, job.budget, path) for path in ("packed", "phased")}
     passes = {path: found.passes_of(plan, job.memory.pass_chunk) for path, plan in plans.items()}
     stock = costs.flops()["update"].seconds(found, costs.stock_passes(job.groups, job.budget))
@@ -383,7 +383,7 @@ def test_the_peak_of_trees_is_within_15_per_cent_of_the_simulated_one(simulation
         gradients, resident = (n * found.parameters / job.memory.ranks / 2**30 for n in (4, 16))
         memory = dataclasses.replace(job.memory, attention_kept=True)
         for path in ("packed", "phased"):
-            plan = chooser.CostModel(found, False, None, 1.05, memory).plan(job.groups, job.budget, path)
+            plan = cost_model.CostModel(found, False, None, 1.05, memory).plan(job.groups, job.budget, path)
             peak = cost.peak_bytes(found, plan, (), memory) / 2**30
             added = arms[path]["peak_gib"] - resident
             assert 0.85 * added <= peak <= 1.15 * (added + gradients), path
@@ -396,7 +396,7 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
               for name in ("checkpointed", "activations", "offload")}  # fmt: skip
 
     def waves(name, budget=12289, wave_tokens=None):
-        plan = chooser.CostModel(llama3_8b, False, wave_tokens, 1.05, memory[name]).plan(groups, budget, "phased")
+        plan = cost_model.CostModel(llama3_8b, False, wave_tokens, 1.05, memory[name]).plan(groups, budget, "phased")
         (one,) = plan.phased
         return [wave.num_tokens for wave in one.waves], plan
 
@@ -407,7 +407,7 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
         shortest, longer, make_plan(groups, 12289, "phased", least_wave=8192)))  # fmt: skip
     assert before < after <= before * 9 / 8 < too_long
     assert waves("offload")[0] == waves("offload", budget=20000)[0] == [2 * rows] * 4, "it is for memory"
-    offloads = chooser.CostModel(llama3_8b, False, None, 1.05, memory["offload"])
+    offloads = cost_model.CostModel(llama3_8b, False, None, 1.05, memory["offload"])
     log_probs = offloads.plan(groups, 12289, "phased", forward_only=True)
     assert len(log_probs.waves) == 2, "log-probs keep nothing that would wait in host memory"
     assert waves("activations")[0] == [rows] * 8, "a response more has activations of a tenth of all"
@@ -508,7 +508,7 @@ def test_rates_are_measured_where_the_choice_depends_on_them_alone():
 @pytest.mark.parametrize(("slices", "head_tokens"), [(1, 8000 + (8000 - 4096) // 3), (2, 8000)])
 def test_logits_in_chunks_run_again_by_each_ranks_tokens(slices, head_tokens):
     memory = cost.Memory(2, False, False, 4096, False, slices=slices)
-    costs = chooser.CostModel(SHAPE, False, None, 1.05, memory)
+    costs = cost_model.CostModel(SHAPE, False, None, 1.05, memory)
     paths = chooser.Candidates(costs, chooser.Batch([Group.of_prompt((0, 1), 1000, (4000, 4000))], 10**5))
     assert [one.head_tokens for one in paths.passes["update"][1]] == [head_tokens]
 

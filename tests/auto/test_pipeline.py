@@ -6,8 +6,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from verl_prefix.auto.chooser import Batch, Candidates, CostModel, decide
+from verl_prefix.auto.chooser import Batch, Candidates, decide
 from verl_prefix.auto.cost import Memory, Rates, peak_bytes
+from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.auto.megatron import Division
 from verl_prefix.auto.pipeline import Round, Work, timeline
 from verl_prefix.auto.shape import ModelShape

@@ -20,8 +20,8 @@ from ranks import RankError
 from verl.utils import tensordict_utils as tu
 from whole_tensors import full
 
-from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
+from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.auto.megatron import Division
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.backends import hugging_face

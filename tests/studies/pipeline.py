@@ -90,8 +90,8 @@ def job(path: str, stages: int, which: str, repeats: int) -> dict[str, Any]:
 
 def predicted(stages: int, which: str) -> dict[str, list[float]]:
     """By the event simulation of the same plans, seconds until each stage is done: of tokens alone, as they sleep."""
-    from verl_prefix.auto.chooser import CostModel
     from verl_prefix.auto.cost import Memory, Rates
+    from verl_prefix.auto.cost_model import CostModel
     from verl_prefix.auto.megatron import Division
     from verl_prefix.auto.shape import ModelShape
     from verl_prefix.core.groups import Group

@@ -8,8 +8,8 @@ from helpers.simulations import H100, two_of_8, with_memory
 from omegaconf import OmegaConf
 from transformers import AutoConfig
 
-from verl_prefix.auto.chooser import LONG_WAVE, CostModel
 from verl_prefix.auto.cost import Memory, peak_bytes
+from verl_prefix.auto.cost_model import LONG_WAVE, CostModel
 from verl_prefix.auto.megatron import Division
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group

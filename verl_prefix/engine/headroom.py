@@ -9,8 +9,8 @@ from itertools import product
 import torch
 from verl.utils.device import get_device_name
 
-from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import ROOM_FACTOR, Memory, PassCost, may_have_all_logits, may_keep_attention, peak_bytes
+from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 

@@ -10,8 +10,9 @@ import torch
 from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure
-from verl_prefix.auto.chooser import Batch, Chooser, CostModel
+from verl_prefix.auto.chooser import Batch, Chooser
 from verl_prefix.auto.cost import PassCost, Rates
+from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.config.actor import tokens_key
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group, leave_out

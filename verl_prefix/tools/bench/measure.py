@@ -12,8 +12,9 @@ import torch
 from tqdm import tqdm
 
 from verl_prefix.auto.calibration import measure
-from verl_prefix.auto.chooser import Chooser, CostModel
+from verl_prefix.auto.chooser import Chooser
 from verl_prefix.auto.cost import Memory, PassCost, Rates
+from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.plan import Plan

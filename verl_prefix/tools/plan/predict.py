@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
-from verl_prefix.auto.chooser import Batch, Candidates, CostModel, Decision, decide
+from verl_prefix.auto.chooser import Batch, Candidates, Decision, decide
 from verl_prefix.auto.cost import PassCost, peak_bytes
+from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.engines import attention_of

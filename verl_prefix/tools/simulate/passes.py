@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import adam
 
-from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, may_have_all_logits, may_keep_attention
+from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.bins import first_fit

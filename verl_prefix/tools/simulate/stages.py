@@ -9,8 +9,8 @@ Not modelled: a receiver that is not there yet when a stage wants to send.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import peak_bytes
+from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.auto.pipeline import Round, Work, timeline
 from verl_prefix.tools.simulate.hardware import Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
