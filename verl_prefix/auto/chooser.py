@@ -1,7 +1,7 @@
 """schedule=auto: the cheapest path for a batch (stock, packed, or a mix with phases), the same on every rank.
 
-Sharing short prompts can cost more than it saves. What a path costs is predicted by `cost_model`: with rates measured on
-this model and device, or with FLOPs where no rates would choose otherwise. The engine asks a `Chooser`, which asks
+Sharing short prompts can cost more than it saves. What a path costs is predicted by `cost_model`: with rates measured
+on this model and device, or with FLOPs where no rates would choose otherwise. The engine asks a `Chooser`, which asks
 `Candidates` and `decide`; `verl-prefix plan` asks these two for every rank of a run.
 """
 

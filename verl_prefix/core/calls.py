@@ -107,8 +107,13 @@ ALL = slice(None)
 class Call(NamedTuple):
     """One kernel call of a layer: which queries read which keys, and how scores are made.
 
-    By default queries and keys are all tokens of the packed row. Where the chosen tokens have gaps, `queries`,
-    `own_at` and `prefixes` hold int64 indices instead of slices, and keys are copies instead of views.
+                                      queries    own_at          prefixes
+        causal call                   ALL        ALL             none
+        causal call, window, far      ALL        where they      tails of paths, one entry for each level
+          segments                               stand
+        cross call                    chosen     None            one entry, of its level
+
+    Tokens are slices, and keys views; or, where the chosen tokens have gaps, int64 indices, and keys copies.
 
     Attributes:
         spans: which of the call's queries read which of its keys.
