@@ -74,9 +74,11 @@ def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
     routed = Case(2, "qwen3_moe", (*TURNS, Prompt("b", 37, (4, 5, 9))), 9, 0.0, 0, (("exchange", "auto"), ROUTED))
     in_text = of_critic(in_an_image._replace(family="qwen3"))
 
+    # A row of one value, which is nearly 0.
+    tiny = of_critic(Case(1, "qwen3", (Session("a", 1, ((0, 1, 0),), False),), 0, 0.0, 0, ()))
     recorded = routed._replace(options=(*routed.options[:-1], ("routes", RECORDED)))
     examples = {
-        "actor": (in_an_image, routed), "critic": (in_text, of_critic(routed)), "trees": (NESTED, routed),
+        "actor": (in_an_image, routed), "critic": (tiny, in_text, of_critic(routed)), "trees": (NESTED, routed),
         "routes": (routed, recorded),
     }  # fmt: skip
     cases = {
@@ -87,6 +89,7 @@ def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
     @settings(max_examples=BATCHES if kind == "actor" else -(-BATCHES // 3), suppress_health_check=[*HealthCheck])
     @example(examples[kind][0])
     @example(examples[kind][1])
+    @example(examples[kind][-1])
     @given(case=cases[kind])
     def run(case: Case) -> None:
         found = ranks(case.ranks, models)(errors_of, case)

@@ -436,10 +436,12 @@ def errors_of(
     if "dead" in dict(case.options):  # outputs of the update are not wanted: they would be of every row
         stock = {name: x for name, x in stock.items() if name in ours or name not in ("log_probs", "entropy")}
     assert ours.keys() == stock.keys(), ours.keys() ^ stock.keys()
-    # Small next to terms that cancel: a loss, whose terms are about 1, and a parameter beside all others' gradients.
+    # Small next to terms that cancel: a loss, whose terms are about 1, a parameter beside all others' gradients, and a
+    # value, which sums up 128 hidden states of about 1, each times a weight that is drawn with a deviation of 0.02.
     norms = {name: x.double().norm() for name, x in stock.items()}
     total = sum(norm**2 for name, norm in norms.items() if name.startswith("gradient of ")) ** 0.5
     least = {name: 0.1 * total if name.startswith("gradient of ") else 1e-30 for name in stock} | {"loss": 1.0}
+    least |= {name: 0.02 * (128 * len(x)) ** 0.5 for name, x in stock.items() if name.endswith("values")}
     errors = {name: ((ours[name] - x).double().norm() / max(norms[name], least[name])).item()
               for name, x in stock.items()}  # fmt: skip
     worst = max((error for name, error in errors.items() if name.startswith("gradient of ")), default=0.0)
