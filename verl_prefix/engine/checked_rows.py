@@ -41,9 +41,9 @@ def candidates(backend: Backend, rows: BatchRows, groups: Sequence[Group], budge
 
 
 def _with_equal_tower_runs(backend: Backend, rows: BatchRows, groups: Sequence[Group]) -> list[Sequence[Group]]:
-    """Returns sets of groups. In each set all stock passes run a vision tower equally often, as ranks have to: with
-    FSDP2 the stock path runs it once for images and once for videos. Rows whose response has a visual token are in
-    no set: a model may sample one, and the stock path would end, since there are no pixels for it."""
+    """Returns sets of groups. In each set all stock passes run a vision tower equally often, as ranks have to, where
+    the stock path runs it once for images and once for videos. Rows whose response has a visual token are in no set: a
+    model may sample one, and the stock path would end, since there are no pixels for it."""
     shown = zip(shown_lens(rows.data["input_ids"].unbind(), backend.config), rows.prompt_lens, strict=True)
     groups, pixels = _with_chosen(groups, [last <= prompt_len for last, prompt_len in shown]), rows.pixels
     if backend.stock_facts.equal_tower_runs:
