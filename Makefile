@@ -1,4 +1,4 @@
-# Each target installs what it needs into .venv, or into .venv-NAME on top of it, once.
+# Each target installs what it needs into .venv, or .venv-NAME on top, once; examples/results has a Makefile of its own.
 #   make setup | lint | test | clean
 #   make test-more | test-full  in half an hour, in hours; tests/README.md says what make test leaves out
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
@@ -14,7 +14,6 @@
 #   make test-gpu PYTHON=...  on a machine with a GPU, torch, transformers, pytest and hypothesis
 #   make gpu-smoke PYTHON=...  what only GPUs, verl and vLLM can show, in ten minutes; DRY_RUN=1: on gloo, tiny models
 #   make audit      asks PyPI for known vulnerabilities of what .ci/requirements-*.txt pin; no answer is a failure
-# What is in examples/results is made by the Makefile there.
 PYTHON ?= python3
 MODEL ?= smollm2
 ROLLOUT ?= hf
@@ -63,6 +62,7 @@ ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests
 WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/tools/test_bench.py
 
 export HF_HUB_OFFLINE := 1
+unexport PYTHONDONTWRITEBYTECODE  # where it is set, each of a hundred processes of tests would compile the package anew
 NAMES := vllm trl veomni megatron newest
 .PHONY: setup setup-smollm2 lint audit test test-more test-full test-pinned test-verl-main test-gpu gpu-smoke fuzz
 .PHONY: demo demo-video learn clean $(NAMES:%=setup-%) $(NAMES:%=test-%)

@@ -44,7 +44,7 @@ def _predictions(config: Any, work: Work, model: Model) -> tuple[Predictor, dict
     over = roles.actor.prefix.trees
 
     def price(*overrides: str) -> Predictor:
-        other: Any = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
+        other: Any = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides))) if overrides else config
         return predict(other.actor_rollout_ref, steps_of(work, other, sizes(other)), model)
 
     trees = {
