@@ -175,10 +175,10 @@ def test_rounding_of_trees_passes(rows, dtype, seeds):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [thinking_stripped, tree_search])
-def test_an_ancestor_that_is_left_out_is_caught(rows, dtype):
-    for seed in range(3):
-        found = verdict(seed, dtype, broken=ancestor_left_out, rows=rows)
-        assert found.missed and found.attention.ratio > 1.5 * MAX_ATTENTION, str(found)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.more) for seed in (1, 2))])
+def test_an_ancestor_that_is_left_out_is_caught(rows, dtype, seed):
+    found = verdict(seed, dtype, broken=ancestor_left_out, rows=rows)
+    assert found.missed and found.attention.ratio > 1.5 * MAX_ATTENTION, str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
