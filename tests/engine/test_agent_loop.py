@@ -28,7 +28,7 @@ from verl.trainer.ppo.v1 import AgentLoopWorkerTQ
 from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_prefix.engine.carried_pixels import received
+from verl_prefix.engine.carried_pixels import with_carried_pixels
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, PIXEL_NAMES
 from verl_prefix.testing import write_tiny_vlm
 from verl_prefix.tools.plan.compose import compose_config
@@ -120,7 +120,7 @@ def test_one_row_carries_the_pixels_of_all_and_each_gets_them_back(config):
     for key, other in zip(shared, stock, strict=True):
         assert torch.equal(shared[key]["position_ids"], stock[other]["position_ids"])
     for _ in range(2):  # epochs over the same rows
-        rows = received(inputs(shared))
+        rows = with_carried_pixels(inputs(shared))
         check(rows, inputs(stock))
         assert len({row["pixel_values"].data_ptr() for row in rows}) == 1
 
@@ -130,7 +130,7 @@ def test_sessions_that_see_something_else_carry_their_own(config):
     stock = roll_out(StockWorker, config, "stock2", *media)
     rows = inputs(roll_out(SharedPixelsWorker, config, "shared2", *media))
     assert sum("pixel_values" in row for row in rows) == 2
-    rows = received(rows)
+    rows = with_carried_pixels(rows)
     check(rows, inputs(stock))
     assert not torch.equal(rows[0]["pixel_values"], rows[1]["pixel_values"])
 
@@ -146,18 +146,18 @@ def test_a_carrier_in_another_mini_batch_is_fetched(config):
     rows = inputs(roll_out(SharedPixelsWorker, config, "shared3", picture(3)))
     (carrier,) = (row for row in rows if CARRIES in row)
     others = [row for row in rows if CARRIED_BY in row]
-    *seen, empty, none = received([*others, {}, None])
+    *seen, empty, none = with_carried_pixels([*others, {}, None])
     check(seen, stock[1:])
     assert not empty and not none
     key = carrier[CARRIES]
-    check(received([carrier]), stock[:1])
+    check(with_carried_pixels([carrier]), stock[:1])
 
     tq.kv_clear(keys=[key], partition_id="train")
     error = f"{key}.*agent_loop_manager_class=verl.trainer.ppo.v1.AgentLoopManagerTQ"
     with pytest.raises(RuntimeError, match=error):
-        received([{CARRIED_BY: key}])
+        with_carried_pixels([{CARRIED_BY: key}])
     with pytest.raises(RuntimeError, match=error):  # one of two is gone
-        received([{CARRIED_BY: key}, {CARRIED_BY: "stock3_0_0"}])
+        with_carried_pixels([{CARRIED_BY: key}, {CARRIED_BY: "stock3_0_0"}])
 
 
 def test_a_session_that_fails_carries_nothing_for_the_others(config, monkeypatch):
@@ -172,7 +172,7 @@ def test_a_session_that_fails_carries_nothing_for_the_others(config, monkeypatch
     monkeypatch.setattr(AgentLoopOutput, "as_dict", first_fails)
     rows = inputs(roll_out(SharedPixelsWorker, config, "failing", picture(4), status="failure"))
     assert len(rows) == G - 1 and sum("pixel_values" in row for row in rows) == 1
-    rows = received(rows)
+    rows = with_carried_pixels(rows)
     assert all(torch.equal(row["pixel_values"], rows[0]["pixel_values"]) for row in rows)
 
 

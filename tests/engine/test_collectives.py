@@ -18,7 +18,7 @@ from torch.distributed import get_rank
 
 import verl_prefix
 from verl_prefix.backends.fsdp import FSDPBackend
-from verl_prefix.engine.paths import WhyStock
+from verl_prefix.engine.planner import WhyStock
 from verl_prefix.testing import write_tiny_model
 
 PACKAGE = Path(verl_prefix.__file__).parent
@@ -29,7 +29,7 @@ ELSEWHERE = {
     "FSDPStockPath._alone": "engine/test_sequence_parallel.py",
     "FSDPStockPath._separate_rows": "engine/test_recurrent_engine.py",
     "MegatronBackend.gradients": "backends/test_megatron.py",
-    "Paths.__init__": "engine/test_faults.py",
+    "Planner.__init__": "engine/test_faults.py",
     "PrefixEngine._take_stock_path": "engine/test_exchange.py",  # under gate_shut
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
     "Verification._gradients_of_dead_rows": "engine/test_zero_advantage.py",
@@ -114,7 +114,7 @@ def _walk(models: dict, rows: str, has_outputs: bool) -> tuple[list, list[str], 
     try:
         with engine.eval_mode(disable_auto_offload=True):
             log_probs = engine.infer_batch(data.copy())
-            with mock.patch.object(engine._paths, "always", WhyStock("asked for")):
+            with mock.patch.object(engine._planner, "always", WhyStock("asked for")):
                 engine.infer_batch(data.copy())
         with engine.train_mode(disable_auto_offload=True):
             loss = _loss({"policy_loss": {"loss_mode": "bypass_mode"}})  # which needs a token

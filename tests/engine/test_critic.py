@@ -157,7 +157,7 @@ def _without_sharing(models: dict) -> tuple[dict, list[str]]:
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("verl_prefix").addHandler(handler)
     options = {"groups": [(uid, 30 + i, [9 + i], "") for i, uid in enumerate("abcd")], "min_speedup": 1.05}
-    with mock.patch("verl_prefix.engine.paths.measure", side_effect=AssertionError):
+    with mock.patch("verl_prefix.engine.planner.measure", side_effect=AssertionError):
         stock, ours = _both(models, "qwen3", options | {"verify": "first_step", "exchange": "auto"})
     logging.getLogger("verl_prefix").removeHandler(handler)
     return _compare(ours, stock), [text for text in said if "stock path" in text]

@@ -390,7 +390,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     from verl.workers.engine_workers import TrainingWorker
 
     from verl_prefix.engine import prefix_engine, step_metrics
-    from verl_prefix.engine.paths import WhyStock
+    from verl_prefix.engine.planner import WhyStock
 
     torch.manual_seed(0)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
@@ -407,10 +407,10 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     data = tu.index_select_tensor_dict(data, order)
     for name in ("use_dynamic_bsz", "micro_batch_size_per_gpu"):
         del data[name]
-    always, worker.engine._paths.always = worker.engine._paths.always, WhyStock("a test")
+    always, worker.engine._planner.always = worker.engine._planner.always, WhyStock("a test")
     tu.assign_non_tensor(data, compute_loss=False)
     worker.infer_batch(data.copy())
-    worker.engine._paths.always = always
+    worker.engine._planner.always = always
     tu.assign_non_tensor(data, num_mini_batch=2, dataloader_kwargs={"shuffle": False})
     seen, plan_metrics = [], prefix_engine.plan_metrics
 
@@ -757,7 +757,7 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
     path, and of an update after a missed self-check; each has a row of padding."""
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.engine.paths import WhyStock
+    from verl_prefix.engine.planner import WhyStock
 
     groups, found = [("a", 60, [9, 9], ""), (PAD, 5, [2], "pad")], []
     engine = _engine("prefix", models["qwen3"], {"min_speedup": 1e-6, "verify_action": "fallback"})
@@ -776,14 +776,15 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
 def _reasons_for_stock(models: dict) -> list[str]:
     data, engine = _batch(0, 512, {}), _engine("prefix", models["qwen3"], {"min_speedup": 1e6})
     groups = [Group.of_prompt((row,), 10, (5,)) for row in range(len(data))]
-    plans = [engine._paths.plan(BatchRows(data), groups, forward_only, set()) for forward_only in (False, True, False)]
+    plan = functools.partial(engine._planner.plan, BatchRows(data), groups)
+    plans = [plan(forward_only, set()) for forward_only in (False, True, False)]
     return [why.reason for why, _ in plans]
 
 
 def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
     """What two updates say, and passes A of the second."""
     from verl_prefix import versions
-    from verl_prefix.engine import paths
+    from verl_prefix.engine import planner
 
     versions.WARNED.clear()
     groups = {"groups": [(uid, 20, [6, 7], "") for uid in "abcde"]}
@@ -797,7 +798,7 @@ def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
         return run_plan(rows, groups, plan, *args, **more)
 
     with (
-        mock.patch.object(paths.logger, "warning", lambda text, *values: said.append(text % values)),
+        mock.patch.object(planner.logger, "warning", lambda text, *values: said.append(text % values)),
         mock.patch.object(engine, "run_plan", seen),
         engine.train_mode(disable_auto_offload=True),
     ):

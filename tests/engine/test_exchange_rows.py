@@ -515,8 +515,9 @@ def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
 def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
     """A row's cost is its tokens here, so that what placement expects of the longest rank is what it computes."""
     from verl_prefix.engine.grouping import TreeRule, group_rows
-    from verl_prefix.engine.row_table import RowTable, describe, describe_pieces
+    from verl_prefix.engine.row_table import RowTable, describe
     from verl_prefix.engine.rows import BatchRows
+    from verl_prefix.engine.session_pieces import describe_pieces
 
     shape, trees = ModelShape(1.0, 0.0, 0.0, (None,), 1.0, 1.0, 1.0, 100), TreeRule("uid", frozenset([END]))
     kept = [f"{uid}{session}" for uid in "ab" for session in range(8)]
@@ -536,8 +537,9 @@ def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
 
 def test_turns_that_show_most_are_alone_on_their_rank():
     from verl_prefix.engine.grouping import TreeRule
-    from verl_prefix.engine.row_table import RowTable, describe, describe_pieces
+    from verl_prefix.engine.row_table import RowTable, describe
     from verl_prefix.engine.rows import BatchRows
+    from verl_prefix.engine.session_pieces import describe_pieces
 
     groups = [(30, [5] * 4, "text"), (10, [2] * 4, "copies"), (30, [5] * 4, "text")]
     data = BatchRows(batch_of(rows_of({"groups": groups, "mrope": False, "turns": "sessions"}, 0)))
@@ -567,7 +569,7 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})
             batch = BatchRows(data, keys=range(rows))
             exchange = Exchange(batch, [], TreeRule(), set(("ab", "bc")[i % 3 - 1]), {})
-            assert metrics.count_rows(exchange, TreeRule(), forward_only=i % 3 == 0) == {"prefix/split_uids": 0}
+            assert metrics.count_rows(exchange, forward_only=i % 3 == 0) == {"prefix/split_uids": 0}
             own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": sum(groups or [3])}
             found = metrics.report(own, batch, forward_only=i % 3 == 0)
             assert not any("tokens of" in name for name in found)
@@ -644,10 +646,10 @@ def test_rows_of_any_length_leave_no_type_behind():
 
 
 def test_rows_have_the_pixels_of_their_own_carrier_in_whatever_order_these_are_fetched(monkeypatch):
-    from verl_prefix.engine.carried_pixels import received
+    from verl_prefix.engine.carried_pixels import with_carried_pixels
     from verl_prefix.models.vision import CARRIED_BY, CARRIES
 
     fetched = [{CARRIES: key, "pixel_values": torch.tensor([float(i)])} for i, key in enumerate("ab")]
     monkeypatch.setattr("verl_prefix.engine.carried_pixels._fetch", lambda keys: fetched[::-1])
-    rows = received([{CARRIED_BY: "b"}, {CARRIED_BY: "a"}, {CARRIED_BY: "b"}])
+    rows = with_carried_pixels([{CARRIED_BY: "b"}, {CARRIED_BY: "a"}, {CARRIED_BY: "b"}])
     assert [row["pixel_values"].item() for row in rows] == [1.0, 0.0, 1.0]

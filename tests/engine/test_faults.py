@@ -29,8 +29,7 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.errors import add_note, annotate_backwards, annotate_errors
 from verl_prefix.core.groups import Group
 from verl_prefix.core.planning import make_plan
-from verl_prefix.engine import headroom, outputs
-from verl_prefix.engine import paths as engine_paths
+from verl_prefix.engine import headroom, outputs, planner
 from verl_prefix.engine.backend import Ranks
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.pass_results import PassResults
@@ -155,7 +154,7 @@ def _room(path: str) -> dict[bool, list[bool]]:
             mock.patch.object(torch.cuda, "mem_get_info", side_effect=[(free, 0), (free - 1, 0)]),
         ):
             device = headroom.Headroom(engine.backend)
-            found[forward_only] = [device.fits(engine._paths.costs, stock) for _ in range(2)]
+            found[forward_only] = [device.fits(engine._planner.costs, stock) for _ in range(2)]
     return found
 
 
@@ -177,7 +176,7 @@ def _measurements(path: str, options: dict, other: float = 0.0) -> int:
     with mock.patch.object(Ranks, "max_over_ranks", said):
         engine = _engine("prefix", path, {"min_speedup": 1.05, "verify": "off"} | options)
     data = _batch(0, engine.model_config.hf_config.vocab_size, {})
-    with mock.patch.object(engine_paths, "measure", mock.Mock(wraps=engine_paths.measure)) as measure:
+    with mock.patch.object(planner, "measure", mock.Mock(wraps=planner.measure)) as measure:
         with engine.eval_mode(disable_auto_offload=True):
             engine.infer_batch(data.copy())
         with engine.train_mode(disable_auto_offload=True):

@@ -177,9 +177,9 @@ def _after_ref(path: str) -> list:
     with engine.eval_mode(disable_auto_offload=True):
         with engine.disable_adapter():
             engine.infer_batch(data.copy())
-        followed.append(engine._paths._chooser.log_probs)
+        followed.append(engine._planner._chooser.log_probs)
         engine.infer_batch(data.copy())
-        followed.append(engine._paths._chooser.log_probs)
+        followed.append(engine._planner._chooser.log_probs)
     return followed
 
 

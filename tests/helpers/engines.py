@@ -461,7 +461,7 @@ def depends_on_rates(rank: int) -> dict:
 def _accumulated(model_path: str, rank: int, options: dict, stock: dict) -> tuple[list[str], float]:
     """What ours does besides in the second of two batches without a step between, and the largest relative error of a
     parameter's gradient then, against the stock engine's."""
-    from verl_prefix.engine import paths, verify
+    from verl_prefix.engine import planner, verify
 
     grads, seen = {}, []
 
@@ -472,7 +472,7 @@ def _accumulated(model_path: str, rank: int, options: dict, stock: dict) -> tupl
     sure = {"groups": [(name, 100, [30, 28, 26, 24, 22, 20], "") for name in "ab"], "budget": 300}
     for backend, engine_options in (("fsdp2", stock), ("prefix", stock | options)):
         engine = _engine(backend, model_path, engine_options)
-        with engine.train_mode(disable_auto_offload=True), spy(paths, "measure"), spy(verify, "compare"):
+        with engine.train_mode(disable_auto_offload=True), spy(planner, "measure"), spy(verify, "compare"):
             engine.optimizer_zero_grad()
             for rows in (sure, {}):
                 seen.clear()

@@ -44,7 +44,10 @@ ALONE = [f"core/{name}.py" for name in CORE] + [
     "engine/rows.py", "engine/grouping.py", "engine/outputs.py", "engine/pass_results.py", "engine/loss.py",
     "core/forward.py", "core/kernels/cpu.py",
 ]  # fmt: skip
-TOGETHER = ["engine/exchange.py", "engine/travel.py", "engine/row_table.py", "engine/row_bytes.py", "auto/placement.py"]
+TOGETHER = [
+    *(f"engine/{name}.py" for name in ("exchange", "travel", "row_table", "session_pieces", "row_bytes")),
+    "auto/placement.py",
+]
 SECONDS = 300  # that a mutant has; one that hangs is seen
 RELOADED = tuple(f"verl_prefix.{name}" for name in ("core", "models", "engine", "auto", "api"))
 SWAPPED = {

@@ -75,6 +75,8 @@ class FSDPBackend(HFBackend):
 class ValueBackend(FSDPBackend):
     """`engine.backend.Backend` of verl's FSDPEngineWithValueHead."""
 
+    ignores_routes = True  # those of a batch are of the actor's experts
+
     def output_names(self, flags: Mapping[str, bool]) -> list[str]:
         return ["values"]
 
@@ -132,7 +134,7 @@ class PrefixFSDPValueEngine(PrefixFSDPEngine, FSDPEngineWithValueHead):
         ValueError: as `PrefixFSDPEngine`, and once the model is built, one with trl's value head.
     """
 
-    _backend_class, _routers_choose = ValueBackend, True
+    _backend_class = ValueBackend
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -3,8 +3,8 @@
 import functools
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDict
 from verl.utils import torch_functional
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.stock_path import without_ulysses
 from verl_prefix.config.model import check_dealt, check_sequence_parallel
 from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
@@ -156,6 +156,17 @@ class HFBackend(Backend):
 
     def gradients_aside(self) -> AbstractContextManager[None]:
         return gradients_aside(self._engine.module)
+
+
+@contextmanager
+def without_ulysses() -> Iterator[None]:
+    """Context in which verl's functions know of no sequence parallelism."""
+    group = get_ulysses_sequence_parallel_group()
+    set_ulysses_sequence_parallel_group(None)
+    try:
+        yield
+    finally:
+        set_ulysses_sequence_parallel_group(group)
 
 
 def gradients_of(model: Any) -> Gradients:

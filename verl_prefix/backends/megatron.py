@@ -106,6 +106,19 @@ class MegatronBackend(Backend):
     def shape(self) -> ModelShape:
         return replace(shape_of_config(self.config, self.dtype), last=0.0)  # `models.mcore` runs all of the last layer
 
+    def aligned_routes(self, data: TensorDict) -> TensorDict:
+        """Of R3: -1 for tokens that verl sends where their router says, which are the last of each row, and all of a
+        row whose response is masked. Others go where they are recorded to have gone, though that may be one expert
+        several times."""
+        if self._engine.engine_config.router_replay.mode != "R3":
+            return data
+        ids, data, routes = data["input_ids"], data.exclude(ROUTES), data[ROUTES]
+        routes = align_r3_router_replay_data(routes, ids)
+        is_free = ~build_r3_replay_mask(ids, data["response_mask"]).values().to(routes.device)
+        values = routes.values().masked_fill(is_free[:, None, None], -1)
+        data[ROUTES] = torch.nested.nested_tensor_from_jagged(values, routes.offsets())
+        return data
+
     @property
     def stock_facts(self) -> StockFacts:
         return StockFacts(dense_mask=False, never_packs=False, why_not_sharded=None)
@@ -183,6 +196,10 @@ class MegatronBackend(Backend):
     def logits_like(self) -> torch.Tensor:
         size = unwrapped(self._module).output_layer.output_size_per_partition
         return torch.zeros((1, size), dtype=self.dtype, device=get_device_id())
+
+    def begin_shared_path(self, rows: BatchRows) -> None:
+        """Behind a top-k loss verl's `optimizer_step` frees what the allocator caches."""
+        self._engine._distillation_use_topk_active = rows.flag("distillation_use_topk")
 
     def run_stock_path(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
@@ -268,24 +285,6 @@ class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
             object.__setattr__(of_verl, "use_fused_kernels", False)  # they make log-probs of all tokens
         super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
         self.set_backend(MegatronBackend(self), engine_config)
-
-    def _with_loss_fields(self, rows: BatchRows) -> BatchRows:
-        """As `PrefixEngine`'s. Behind a top-k loss verl's `optimizer_step` frees what the allocator caches."""
-        self._distillation_use_topk_active = rows.flag("distillation_use_topk")
-        return super()._with_loss_fields(rows)
-
-    def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
-        """As `PrefixEngine._with_routes`, with -1 for tokens of R3 that verl sends where their router says: the last of
-        each row, and all of a row whose response is masked. Others go where they are recorded to have gone, though that
-        may be one expert several times."""
-        data = super()._with_routes(data, forward_only)
-        if ROUTES in data.keys() and self.engine_config.router_replay.mode == "R3":
-            ids, data, routes = data["input_ids"], data.exclude(ROUTES), data[ROUTES]
-            routes = align_r3_router_replay_data(routes, ids)
-            is_free = ~build_r3_replay_mask(ids, data["response_mask"]).values().to(routes.device)
-            values = routes.values().masked_fill(is_free[:, None, None], -1)
-            data[ROUTES] = torch.nested.nested_tensor_from_jagged(values, routes.offsets())
-        return data
 
 
 EngineRegistry.register(model_type="language_model", backend="prefix_megatron", device="cuda")(PrefixMegatronEngine)

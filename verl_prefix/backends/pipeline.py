@@ -59,13 +59,12 @@ class PipelineRunner(MegatronRunner):
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
         assert plan.depth < 2, "stages run phases A apart, and would leave out what is nested in them"
         device, neighbours = tokens.input_ids.device, Neighbours(unwrapped(self.module))
-        packed = [_micro_batch(each, tokens) for each in plan.packed]
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
         if self.backward is None:  # then nothing of a prefix is wanted after its waves
             rounds = [[], *([phased] for phased in plan.phased)]
         with self.forward.model.grouped_attention():
-            for phased in rounds:
-                micro_batches, packed = packed, []  # the first round has all packed passes
+            for i, phased in enumerate(rounds):
+                micro_batches = [] if i else [_micro_batch(each, tokens) for each in plan.packed]
                 with ExitStack() as open_caches:
                     begun = [self._begin(tokens, planned, neighbours, open_caches) for planned in phased]
                     micro_batches += [

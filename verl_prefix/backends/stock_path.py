@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.utils.ulysses import (
-    get_ulysses_sequence_parallel_group,
-    set_ulysses_sequence_parallel_group,
-    slice_input_tensor,
-)
+from verl.utils.ulysses import slice_input_tensor
 
+from verl_prefix.backends.hugging_face import without_ulysses
 from verl_prefix.config.model import is_varlen
 from verl_prefix.engine.backend import Ranks, Replay, StockFacts
 from verl_prefix.engine.loss import LossFunction
@@ -27,17 +24,6 @@ from verl_prefix.models.vision import UNPATCHED
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def without_ulysses() -> Iterator[None]:
-    """Context in which verl's functions know of no sequence parallelism."""
-    group = get_ulysses_sequence_parallel_group()
-    set_ulysses_sequence_parallel_group(None)
-    try:
-        yield
-    finally:
-        set_ulysses_sequence_parallel_group(group)
 
 
 def wrong_when_sharded(model: Any, attention: str) -> str | None:

@@ -4,8 +4,7 @@ An engine is a class with `PrefixEngine` left of verl's own; its constructor set
 build, and ends with `set_backend`. Of verl's engine `PrefixEngine` uses `train_batch`, `forward_backward_batch` (by
 `verls_forward_backward`, which `run_stock_path` calls), `initialize`, `load_checkpoint`, `disable_adapter` and
 `model_config`; of its config `ppo_epochs`, and what `config.actor.role_of` reads; with `prefix.trace_dir` also
-`engine_config` and `optimizer_config`. The class may override `_with_routes`, `_with_loss_fields` and
-`_routers_choose`.
+`engine_config` and `optimizer_config`.
 """
 
 from abc import ABC, abstractmethod
@@ -26,6 +25,7 @@ from verl_prefix.core.forward import LogitsFn
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.loss import LossFunction
+from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.self_check import Gradients
 
 
@@ -143,6 +143,15 @@ class Backend(ABC):
         replays does it as `ForwardContext.routes` says."""
 
     @property
+    def ignores_routes(self) -> bool:
+        """Whether routers choose, whatever routes a batch has: in engines of ref and values."""
+        return self.has_no_updates
+
+    def aligned_routes(self, data: TensorDict) -> TensorDict:
+        """Returns a batch with its routes as passes and the stock path replay them."""
+        return data
+
+    @property
     @abstractmethod
     def stock_facts(self) -> StockFacts:
         """What the stock path does with the model."""
@@ -216,6 +225,10 @@ class Backend(ABC):
     @abstractmethod
     def logits_like(self) -> torch.Tensor:
         """Logits [1, this rank's part of the vocabulary] of a made-up token."""
+
+    def begin_shared_path(self, rows: BatchRows) -> None:
+        """Sets in verl's engine what its own `forward_backward_batch` would have set by these rows."""
+        return
 
     @abstractmethod
     def run_stock_path(

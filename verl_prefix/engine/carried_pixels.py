@@ -22,11 +22,11 @@ def receive_pixels(data: TensorDict) -> TensorDict:
     if not any(row and (CARRIES in row or CARRIED_BY in row) for row in rows):
         return data
     data = data.copy()
-    tu.assign_non_tensor_stack(data, PIXELS, received(rows))
+    tu.assign_non_tensor_stack(data, PIXELS, with_carried_pixels(rows))
     return data
 
 
-def received(rows: Sequence[Row]) -> list[Row]:
+def with_carried_pixels(rows: Sequence[Row]) -> list[Row]:
     """Returns rows with their pixels, shared with the row that carried them.
 
     A carrier on another rank or in another mini-batch is fetched from TransferQueue.

@@ -74,7 +74,7 @@ def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group
     Args:
         groups: of these rows, by `tree_rule`.
     """
-    groups_by = {tree_rule.scope: groups}
+    groups_by, tree_rule = {tree_rule.scope: groups}, tree_rule._replace(was_cut=False)  # these rows alone decide
     are_turns = tree_rule._replace(scope="uid").cuts_rows(rows.uids, rows.keys)
     for scope in ("off", "uid", "batch"):
         if scope in groups_by:

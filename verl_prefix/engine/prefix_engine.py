@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -35,7 +35,7 @@ from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import TEACHER, flags_of, is_unscaled
 from verl_prefix.engine.pass_results import PassResults
-from verl_prefix.engine.paths import Paths, WhyStock
+from verl_prefix.engine.planner import Planner, WhyStock
 from verl_prefix.engine.rows import RECORDS, ROUTES, BatchRows
 from verl_prefix.engine.step_metrics import StepMetrics, num_dead, plan_metrics
 from verl_prefix.engine.together import together
@@ -46,20 +46,6 @@ from verl_prefix.trace.writer import TraceWriter, open_trace
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
-
-
-class _SharedPath(NamedTuple):
-    """How a batch is computed that shares.
-
-    Attributes:
-        exchange: brings outputs back to where their rows came from.
-        rows: those that this rank computes, with what their loss needs.
-        plan: of the groups of these rows.
-    """
-
-    exchange: Exchange
-    rows: BatchRows
-    plan: Plan
 
 
 class PrefixEngine:
@@ -79,10 +65,9 @@ class PrefixEngine:
     # From `initialize` on:
     tree_rule: TreeRule  # not with prefix.schedule=stock
     _headroom: Headroom
-    _paths: Paths
+    _planner: Planner
 
     _peak_was_measured = False  # of an update's waves
-    _routers_choose = False  # True: ignore the batch's routes, since this engine computes values
     _computes_ref = False  # by the actor without its adapters
 
     def set_backend(self, backend: Backend, engine_config: Any) -> None:
@@ -113,7 +98,7 @@ class PrefixEngine:
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
             )
         self._headroom = Headroom(self.backend)
-        self._paths = Paths(self.backend, self.prefix_config, self._new_runner, self._headroom, self._role)
+        self._planner = Planner(self.backend, self.prefix_config, self._new_runner, self._headroom, self._role)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -123,66 +108,70 @@ class PrefixEngine:
             data = self._with_routes(data, forward_only)
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         batch, loss = BatchRows(data), Loss(loss_function)
-        path, metrics = self._prepare(batch, loss, forward_only)
-        if isinstance(path, WhyStock):
-            output, of_path = self._take_stock_path(path, batch, loss, forward_only)
-        else:
-            output, of_path = self._take_shared_path(path, loss, forward_only)
-        reported = self._step_metrics.report(metrics | of_path, batch, forward_only)
-        output.setdefault("metrics", {}).update(reported)
-        return output
-
-    def _prepare(
-        self, batch: BatchRows, loss: Loss, forward_only: bool
-    ) -> tuple[_SharedPath | WhyStock, dict[str, float]]:
-        """Brings rows to the ranks that compute them, plans them, and runs the self-check where one is due. Returns how
-        the batch is computed, and metrics. Every rank calls it. It changes `tree_rule`."""
-        if why := self._paths.why_stock(batch, loss) or self._verification.failure:
-            return why, {}
+        if why := self._planner.why_stock(batch, loss) or self._verification.failure:
+            return self._take_stock_path(why, batch, loss, forward_only, {})
         loss.warn_of_limits()
-        if loss.function is None:  # log-probs alone, for which no teacher travels
-            batch = batch.with_data(batch.data.exclude(*TEACHER))
-        leaves_out = self.prefix_config.skip_zero_advantage and not forward_only
-        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss, leaves_out)
-        rows, groups = exchange.computed, exchange.groups
-        metrics = self._step_metrics.count_rows(exchange, self.tree_rule, forward_only)
-        self.tree_rule = exchange.tree_rule
-        plan, of_plan = self._paths.plan(batch, groups, forward_only, rows.dead, self._computes_ref)
-        metrics |= of_plan | exchange.metrics
+        exchange = self._open_exchange(batch, loss, forward_only)
+        computed, groups = exchange.computed, exchange.groups
+        metrics = self._step_metrics.count_rows(exchange, forward_only)
+        plan, of_plan = self._planner.plan(batch, groups, forward_only, computed.dead, self._computes_ref)
+        metrics |= of_plan
         if isinstance(plan, WhyStock):
-            return plan, metrics
+            return self._take_stock_path(plan, batch, loss, forward_only, metrics | exchange.metrics)
         with together("checking rows"):
-            rows.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
-        path = _SharedPath(exchange, self._with_loss_fields(rows), plan)
+            computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
+        rows = self._with_loss_fields(computed)
         if not forward_only or self.backend.has_no_updates:
-            budget = batch.budget(groups)  # by the flags that verl set: those of `path.rows` are changed
-            metrics |= self._verification.check(path.rows, groups, budget, plan, loss)
-        return self._verification.failure or path, metrics
-
-    def _take_shared_path(
-        self, path: _SharedPath, loss: Loss, forward_only: bool
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Runs a batch's plan; returns verl's output of the batch, and metrics."""
-        memory, groups = self._choose_memory(path, forward_only), path.exchange.groups
-        # In updates, until one had waves. A measurement resets the peak that verl logs (perf/max_memory_allocated_gb).
-        meter = Meter(measure_peak=self._headroom.is_known and not (forward_only or self._peak_was_measured))
-        with out_of_memory_advice(path.plan, memory, self._role, self.prefix_config, forward_only):
-            output, metrics = self.run_plan(
-                path.rows, groups, path.plan, loss, forward_only, memory=memory, meter=meter
-            )
-        self._peak_was_measured |= bool(meter.phase_b_peak)
-        output["model_output"] = path.exchange.give_back(output["model_output"])
-        return output, metrics | path.exchange.metrics  # which are now of both ways
+            budget = batch.budget(groups)  # by the flags that verl set, which `rows` no longer has
+            metrics |= self._verification.check(rows, groups, budget, plan, loss)
+        if why := self._verification.failure:
+            return self._take_stock_path(why, batch, loss, forward_only, metrics | exchange.metrics)
+        output, of_passes = self._run_shared_passes(rows, groups, plan, loss, forward_only)
+        output["model_output"] = exchange.give_back(output["model_output"])
+        return self._report(output, metrics | of_passes | exchange.metrics, batch, forward_only)
 
     def _take_stock_path(
-        self, why: WhyStock, batch: BatchRows, loss: Loss, forward_only: bool
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Computes a batch on the stock path; returns verl's output of it, and metrics."""
+        self, why: WhyStock, batch: BatchRows, loss: Loss, forward_only: bool, metrics: dict[str, float]
+    ) -> dict[str, Any]:
+        """Computes a batch on the stock path, and reports it. metrics: of what was done before that was decided."""
         warn_once(logger, "prefix: stock path, %s", why.reason)
         with together("receiving pixels"):
             data = receive_pixels(batch.data)
         output = self.backend.run_stock_path(data, loss.for_stock(), forward_only)
-        return output, {"prefix/stock_rows": batch.num_real}
+        return self._report(output, metrics | {"prefix/stock_rows": batch.num_real}, batch, forward_only)
+
+    def _report(
+        self, output: dict[str, Any], metrics: dict[str, float], batch: BatchRows, forward_only: bool
+    ) -> dict[str, Any]:
+        """Returns verl's output of a batch with our metrics in it."""
+        output.setdefault("metrics", {}).update(self._step_metrics.report(metrics, batch, forward_only))
+        return output
+
+    def _open_exchange(self, batch: BatchRows, loss: Loss, forward_only: bool) -> Exchange:
+        """Brings rows to the ranks that compute them, in groups. What they share decides `tree_rule` of later ones."""
+        if loss.function is None:  # log-probs alone, for which no teacher travels
+            batch = batch.with_data(batch.data.exclude(*TEACHER))
+        leaves_out = self.prefix_config.skip_zero_advantage and not forward_only
+        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss, leaves_out)
+        self.tree_rule = exchange.tree_rule
+        return exchange
+
+    def _run_shared_passes(
+        self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """`run_plan` on a batch: an update keeps what every rank's device has room for, and is measured until one had
+        waves."""
+        costs, headroom = self._planner.costs, self._headroom
+        memory = costs.memory
+        if not forward_only:
+            logits_once = self.backend.reads_logits_once(flags_of(rows.data)) and is_unscaled(rows.data)
+            memory = headroom.choose_memory(plan, costs, self.prefix_config.keep_attention, logits_once)
+        # A measurement resets the peak that verl logs (perf/max_memory_allocated_gb).
+        meter = Meter(measure_peak=headroom.is_known and not (forward_only or self._peak_was_measured))
+        with out_of_memory_advice(plan, memory, self._role, self.prefix_config, forward_only):
+            output, metrics = self.run_plan(rows, groups, plan, loss, forward_only, memory=memory, meter=meter)
+        self._peak_was_measured |= bool(meter.phase_b_peak)
+        return output, metrics
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
         """Returns the batch with the routes that it replays. Log-probs of R2 replay none and get the flag `RECORDS`:
@@ -191,7 +180,7 @@ class PrefixEngine:
         Raises:
             ValueError: the batch has routes that nobody replays, or has none, or those of another model.
         """
-        if self.backend.has_no_updates or self._routers_choose or self._computes_ref:
+        if self.backend.ignores_routes or self._computes_ref:
             return data.exclude(ROUTES)
         replay, has_routes = self.backend.replay, ROUTES in data.keys()
         if replay is None:
@@ -206,7 +195,7 @@ class PrefixEngine:
         if not records and (given := data[ROUTES].values().shape[1:]) != shape:
             raise ValueError(f"{ROUTES} has {[*given]} layers and experts of a token, and the model {[*shape]}")
         tu.assign_non_tensor(data, **{RECORDS: records})
-        return data
+        return data if records else self.backend.aligned_routes(data)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -218,6 +207,7 @@ class PrefixEngine:
     def _with_loss_fields(self, rows: BatchRows) -> BatchRows:
         """Returns the rows with what verl's forward_backward_batch adds to a batch for the loss, and with
         `use_dynamic_bsz`, by which verl puts outputs of passes back in the order of rows."""
+        self.backend.begin_shared_path(rows)
         data, ranks = rows.data.copy(), self.backend.ranks
         batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
         torch.distributed.all_reduce(batch_num_tokens, group=ranks.data)
@@ -228,14 +218,6 @@ class PrefixEngine:
             use_dynamic_bsz=True,
         )
         return rows.with_data(data)
-
-    def _choose_memory(self, path: _SharedPath, forward_only: bool) -> Memory:
-        """Decides what passes keep: in an update as much as every rank's device has room for."""
-        costs, data = self._paths.costs, path.rows.data
-        if forward_only:
-            return costs.memory
-        logits_once = self.backend.reads_logits_once(flags_of(data)) and is_unscaled(data)
-        return self._headroom.choose_memory(path.plan, costs, self.prefix_config.keep_attention, logits_once)
 
     def run_plan(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool, *,
@@ -250,7 +232,7 @@ class PrefixEngine:
             context_type: as in `core.forward.PackedForward`.
             memory: what the passes keep; None: as little as they need.
         """
-        ranks, memory = self.backend.ranks, memory or self._paths.costs.memory
+        ranks, memory = self.backend.ranks, memory or self._planner.costs.memory
         plan = pad_to_same_passes(plan, ranks.max_over_ranks)
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
         # Routers count a row's last token in updates, which replay the routes that log-probs record (R2).

@@ -19,7 +19,7 @@ from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.exchange import Exchange
-from verl_prefix.engine.grouping import TreeRule, tokens_by_trees
+from verl_prefix.engine.grouping import tokens_by_trees
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import together
@@ -69,14 +69,11 @@ class StepMetrics:
         self._step: dict[str, float] = {}
         self._uids: list[Set[Hashable]] = [frozenset()]  # of its mini-batches, the last of which is under way
 
-    def count_rows(self, exchange: Exchange, tree_rule: TreeRule, forward_only: bool) -> dict[str, float]:
+    def count_rows(self, exchange: Exchange, forward_only: bool) -> dict[str, float]:
         """Counts a mini-batch's rows, before it is known whether they share. Returns metrics of them.
 
         Prompts of an update are kept, to count those whose rows lie in several mini-batches of an epoch. For the first
         batch all ranks count the tokens that each value of `prefix.trees` would compute.
-
-        Args:
-            tree_rule: what rows share, as it was before this batch.
         """
         rows, metrics = exchange.computed, dict[str, float]()
         if not forward_only and self._options.mini_batches == "rows":  # "prompts" tears them on purpose
@@ -86,7 +83,7 @@ class StepMetrics:
         if self._is_first_batch:
             self._is_first_batch = False
             with together("counting tokens"):
-                tokens = tokens_by_trees(rows, tree_rule, exchange.groups)
+                tokens = tokens_by_trees(rows, exchange.tree_rule, exchange.groups)
             metrics |= {TREE_TOKENS[name]: number for name, number in tokens.items()}
         return metrics
 

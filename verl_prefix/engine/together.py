@@ -34,7 +34,7 @@ class Agreement:
         self._maxima[name] = value
 
     def same(self, name: str, value: object) -> None:
-        """Tells this rank's value. A rank that tells none differs from nobody."""
+        """Tells this rank's value. A rank that tells none is not compared."""
         digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
         self._digests[name] = digest, -digest
 
@@ -60,7 +60,8 @@ class Agreement:
 
 @contextmanager
 def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -> Iterator[Agreement]:
-    """Runs what is inside, then finds out whether it went well on every rank, copies included.
+    """Runs what is inside, then finds out whether it went well on every rank, copies included. Inside there is no
+    collective, and no other `together`: a rank that failed before it would leave the others waiting in it.
 
     Args:
         doing: what is inside, for the error. maxima, same: of the `Agreement`.

@@ -21,8 +21,9 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.engine.carried_pixels import PIXELS
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.row_bytes import RowCodec, TravellingRow
-from verl_prefix.engine.row_table import RowTable, describe, describe_pieces
+from verl_prefix.engine.row_table import RowTable, describe
 from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.session_pieces import describe_pieces
 from verl_prefix.engine.together import RankError, together
 from verl_prefix.models.vision import CARRIED_BY, PIXEL_NAMES
 from verl_prefix.versions import warn_once
@@ -150,6 +151,7 @@ class Travel:
             with together("sending rows"):
                 sent = enumerate(moves.sent)
                 parcels = [codec.pack([self._without_known_pixels(i, to) for i in rows]) for to, rows in sent]
+            self.metrics["prefix/exchanged_mib"] = sum(map(len, parcels)) / 2**20
             received = self._swap(parcels)
             with together("receiving rows"):
                 rows = [codec.row(i, i) for i in moves.kept]
@@ -231,7 +233,6 @@ class Travel:
             received = torch.empty(sum(got), dtype=torch.uint8, device=self._device)
             parcel = torch.cat(list(parcels)).to(self._device)
         dist.all_to_all_single(received, parcel, got, sent, group=self._process_group)
-        self.metrics["prefix/exchanged_mib"] += sum(sent) / 2**20
         return received.cpu().split(got)
 
 

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -21,13 +21,46 @@ from verl_prefix.engine.checked_rows import candidates, cheapest
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import FLAGS
-from verl_prefix.engine.paths import WhyStock
+from verl_prefix.engine.planner import WhyStock
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.self_check import Verdict, compare
 from verl_prefix.engine.together import together
 from verl_prefix.models.advice import WITHOUT_SHARING
 
 _NO_FLAGS = dict.fromkeys(FLAGS, False)
+
+
+class _Sample(NamedTuple):
+    """The rows that are checked.
+
+    Attributes:
+        group: theirs.
+        rows: as ours takes them.
+        for_stock: as the stock path takes them: one by one, since the budget may have no room for logits of more.
+        loss: the loss by whose gradients both are compared.
+    """
+
+    group: Group
+    rows: BatchRows
+    for_stock: BatchRows
+    loss: Callable[..., Any]
+
+    @classmethod
+    def of(cls, batch: BatchRows, group: Group, num_for_stock: int, loss: Loss) -> "_Sample":
+        """Takes the rows of `group` out of a batch; of its last one as often again as makes `num_for_stock` rows for
+        the stock path. The repeated ones count for nothing."""
+        repeated = group.rows[-1:] * (num_for_stock - len(group.rows))
+        rows, for_stock = batch.select(group.rows), batch.select([*group.rows, *repeated])
+        flags, function = _NO_FLAGS | {"return_model_output": True}, _weighted_loss
+        if batch.flag("distillation_use_topk"):
+            flags["distillation_use_topk"] = True
+            function = functools.partial(_weighted_loss, processor=loss.function)
+        for chosen in (rows, for_stock):
+            tu.assign_non_tensor(chosen.data, **flags)
+            weights = [float(row < len(rows)) / len(rows) for row in range(len(chosen))]
+            chosen.data["verify_weight"] = torch.tensor(weights)
+        tu.assign_non_tensor(for_stock.data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        return cls(group.renumbered({row: i for i, row in enumerate(group.rows)}), rows, for_stock, function)
 
 
 class Verification:
@@ -116,45 +149,14 @@ class Verification:
 
     def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:
         """Compares both paths of a group, on all ranks. Under top-k distillation its losses are compared, too."""
-        backend = self._backend
-        # The stock path takes one row at a time, since the budget may have no room for logits of more. Its passes hold
-        # collectives: a rank with fewer rows repeats its last one, with weight 0.
-        perturbed = _num_perturbed(len(rows), len(group.rows))
-        (_, most), (fewest_perturbed, _) = backend.ranks.ranges_over_ranks(len(group.rows), perturbed)
-        repeated = group.rows[-1:] * (most - len(group.rows))
-        of_group, for_stock = rows.select(group.rows), rows.select([*group.rows, *repeated])
-        group = group.renumbered({row: place for place, row in enumerate(group.rows)})
-        lens = of_group.response_lens
-        flags, function = _NO_FLAGS | {"return_model_output": True}, _weighted_loss
-        if rows.flag("distillation_use_topk"):
-            flags["distillation_use_topk"] = True
-            function = functools.partial(_weighted_loss, processor=loss.function)
-        for chosen in (of_group, for_stock):  # repeated rows count for nothing
-            tu.assign_non_tensor(chosen.data, **flags)
-            weights = [float(i < len(lens)) / len(lens) for i in range(len(chosen))]
-            chosen.data["verify_weight"] = torch.tensor(weights)
-        tu.assign_non_tensor(for_stock.data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-
-        def responses(output: dict) -> torch.Tensor:
-            if not backend.ranks.has_outputs:
-                return torch.zeros(0)
-            values = _compared_outputs(output["model_output"])[: len(lens)]
-            return torch.cat([_of_response(*of_row) for of_row in zip(values, lens, strict=True)])
-
-        forward_only = backend.has_no_updates  # then no gradient differs from zero
-
-        def stock() -> torch.Tensor:
-            return responses(backend.run_stock_path(for_stock.data, function, forward_only))
-
-        def ours(schedule: str, context_type: Callable[..., ForwardContext]) -> torch.Tensor:
-            plan = plan_to_check(group, budget, schedule, nests=backend.memory(self._options).stages == 1)
-            weighted = Loss(function, fields={"temperature", "verify_weight"})
-            output, _ = self._run_plan(of_group, [group], plan, weighted, forward_only, context_type=context_type)
-            return responses(output)
-
-        with backend.gradients_aside():
+        ranks, perturbed = self._backend.ranks, _num_perturbed(len(rows), len(group.rows))
+        # Stock passes hold collectives, so that every rank runs as many.
+        (_, most), (fewest_perturbed, _) = ranks.ranges_over_ranks(len(group.rows), perturbed)
+        sample = _Sample.of(rows, group, most, loss)
+        with self._backend.gradients_aside():
             verdict = compare(
-                stock, ours, backend.rounding_noise, backend.gradients(), backend.ranks.sum_over_ranks,
+                functools.partial(self._on_stock_path, sample), functools.partial(self._on_ours, sample, budget),
+                self._backend.rounding_noise, self._backend.gradients(), ranks.sum_over_ranks,
                 num_perturbed=fewest_perturbed, outputs=self._compared.replace("_", "-"),
             )  # fmt: skip
         # The other figures are of all ranks together.
@@ -162,6 +164,27 @@ class Verification:
         torch.distributed.all_gather_object(of_ranks, (verdict.attention, verdict.recurrence))
         attention, recurrence = map(max, zip(*of_ranks, strict=True))
         return verdict._replace(attention=attention, recurrence=recurrence)
+
+    def _on_stock_path(self, sample: _Sample) -> torch.Tensor:
+        """Outputs of the sample's responses, [tokens], of the stock path; the gradients of their loss are accumulated,
+        but in an engine without updates."""
+        output = self._backend.run_stock_path(sample.for_stock.data, sample.loss, self._backend.has_no_updates)
+        return self._outputs(sample, output)
+
+    def _on_ours(self, sample: _Sample, budget: int, schedule: str, context_type: Callable[..., ForwardContext]) -> Any:
+        """The same of our passes, by `plan_to_check`."""
+        plan = plan_to_check(sample.group, budget, schedule, nests=self._backend.memory(self._options).stages == 1)
+        loss = Loss(sample.loss, fields={"temperature", "verify_weight"})
+        forward_only = self._backend.has_no_updates
+        output, _ = self._run_plan(sample.rows, [sample.group], plan, loss, forward_only, context_type=context_type)
+        return self._outputs(sample, output)
+
+    def _outputs(self, sample: _Sample, output: Mapping[str, Any]) -> torch.Tensor:
+        if not self._backend.ranks.has_outputs:
+            return torch.zeros(0)
+        lens = sample.rows.response_lens
+        values = _compared_outputs(output["model_output"])[: len(lens)]
+        return torch.cat([_of_response(*of_row) for of_row in zip(values, lens, strict=True)])
 
 
 def plan_to_check(group: Group, budget: int, schedule: str, nests: bool) -> Plan:

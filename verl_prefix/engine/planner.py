@@ -1,4 +1,4 @@
-"""The path of a batch: shared, by a plan, or verl's own, for a reason that is logged once and counted in metrics."""
+"""How a batch is computed: by a plan of shared passes, or on the stock path, for a reason that is logged once."""
 
 import functools
 import logging
@@ -35,7 +35,7 @@ class WhyStock(NamedTuple):
     reason: str
 
 
-class Paths:
+class Planner:
     """Plans an engine's batches, once the engine has its model.
 
     Args:
@@ -44,7 +44,7 @@ class Paths:
 
     Attributes:
         always: why every batch takes the stock path; None: not every batch does.
-        costs: what decides between paths, unless prefix.schedule is stock.
+        costs: what decides, unless prefix.schedule is stock.
     """
 
     def __init__(
