@@ -13,24 +13,24 @@ import torch
 from verl_prefix.auto import calibration, cost
 from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.core import attention, host_memory, meter
-from verl_prefix.core.kernels import aten
+from verl_prefix.core import host_memory, meter
+from verl_prefix.core.kernels import aten, merge
 
 CUDA = torch.device("cuda")
 
 
 def test_the_fused_merge_is_taken_where_triton_is_installed(monkeypatch):
     pytest.importorskip("triton")
-    attention._fused_merge.cache_clear()
-    assert attention._fused_merge("cpu") is None
+    merge._fused_merge.cache_clear()
+    assert merge._fused_merge("cpu") is None
     from verl_prefix.core.kernels import fused_merge
 
-    assert attention._fused_merge("cuda") is fused_merge.merge_into
-    attention._fused_merge.cache_clear()
+    assert merge._fused_merge("cuda") is fused_merge.merge_into
+    merge._fused_merge.cache_clear()
     monkeypatch.setitem(sys.modules, fused_merge.__name__, None)  # as where triton is missing
     monkeypatch.delattr("verl_prefix.core.kernels.fused_merge")
-    assert attention._fused_merge("cuda") is None
-    attention._fused_merge.cache_clear()
+    assert merge._fused_merge("cuda") is None
+    merge._fused_merge.cache_clear()
 
 
 def test_phases_are_timed_by_events_for_which_only_the_reader_waits(monkeypatch):

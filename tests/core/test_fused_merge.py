@@ -11,15 +11,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from verl_prefix.core import attention
+from verl_prefix.core.kernels import merge as merging
 
 # Imported by tests alone: what conftest freezes at collection triton reports as leaked.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 def copied() -> ModuleType:
-    """A copy of the module: the one that attention imports stays as it is."""
-    path = Path(attention.__file__).parent / "kernels" / "fused_merge.py"
+    """A copy of the module: the one that others import stays as it is."""
+    path = Path(merging.__file__).parent / "fused_merge.py"
     spec = importlib.util.spec_from_file_location("copied_merge", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -42,7 +42,7 @@ def parts(num_queries: int, heads: int, dim: int, dtype: torch.dtype, spread: fl
 
 def miss(found: tuple, given: tuple) -> list[float]:
     """Relative errors of (out, lse), against float64."""
-    truth = attention.merge(*(x.double() for x in given))
+    truth = merging.merge(*(x.double() for x in given))
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, truth, strict=True)]
 
 
@@ -56,7 +56,7 @@ def test_the_kernel_misses_float64_by_no_more_than_torch_does(merge_into, dtype,
     out, lse, out_2, lse_2 = parts(num_queries, heads, dim, dtype)
     around = [x.clone() for x in (out._base[:3], out._base[-2:], lse._base[:, :3], lse._base[:, -2:])]
     given = [x.clone() for x in (out, lse, out_2, lse_2)]
-    by_torch = miss(attention.merge(*given), given)
+    by_torch = miss(merging.merge(*given), given)
     merge_into(out, lse, out_2, lse_2)
     eps = torch.finfo(torch.float32).eps  # a single query's log-sum-exp may be the truth in torch
     assert all(ours <= max(1.3 * theirs, eps) for ours, theirs in zip(miss((out, lse), given), by_torch, strict=True))
@@ -98,14 +98,14 @@ def test_a_broken_kernel_is_far_off(merge_into, broken):
 
 def test_attention_merges_what_the_kernel_writes(monkeypatch, merge_into):
     """To the same bits whether queries are a slice or have gaps. MOCK: tensors of a CPU count as CUDA's."""
-    assert attention._fused_merge("cpu") is None
+    assert merging._fused_merge("cpu") is None
     out, lse, out_2, lse_2 = parts(10, 2, 32, torch.float32)
     calls, found = [], {}
     for fused in (None, lambda *args: (calls.append(1), merge_into(*args))):
-        monkeypatch.setattr(attention, "_fused_merge", lambda device_type, fused=fused: fused)
+        monkeypatch.setattr(merging, "_fused_merge", lambda device_type, fused=fused: fused)
         for queries in (slice(3, 8), torch.arange(3, 8)):
             merged = found[bool(fused), type(queries)] = out.clone(), lse.clone()
-            attention._merge_at(queries, *merged, out_2[:5], lse_2[:, :5])
+            merging.merge_at(queries, *merged, out_2[:5], lse_2[:, :5])
     assert len(calls) == 2 and not torch.equal(found[True, slice][0], out)
     for a, b, by_torch in zip(found[True, slice], found[True, torch.Tensor], found[False, slice], strict=True):
         assert torch.equal(a, b) and torch.allclose(a, by_torch, rtol=1e-5, atol=1e-6)

@@ -13,7 +13,7 @@ from verl_prefix.core.bins import first_fit
 from verl_prefix.core.calls import AttentionParams, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout
-from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave, most_outputs
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave
 from verl_prefix.core.planning import (
     leaves_room,
     limit_waves,
@@ -75,7 +75,7 @@ def test_a_strand_that_only_empty_responses_need_is_pruned():
     assert group.output_lens == (2, 0) and group.num_own_strand_outputs == 0
     in_strand = replace(group, strands=(strands[0], Strand(1, 3, 7, parent=0)), forks=(Fork(0, 3), Fork(1, 7)))
     assert in_strand.output_lens == (2, 2) and in_strand.num_own_strand_outputs == 2, "tokens 5 and 6"
-    assert [most_outputs(Plan(passes)) for passes in ((), (PackedPass((in_strand,)),))] == [0, 4]
+    assert [Plan(passes).most_outputs for passes in ((), (PackedPass((in_strand,)),))] == [0, 4]
     pruned = group.pruned()
     assert (pruned.num_own_strand_tokens, pruned.strands, pruned.forks) == (3, strands[:1], (Fork(0, 3), Fork(-1, 5)))
 
@@ -200,7 +200,9 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         pieces = zip(numbers, wave.groups, strict=True)
         sharing = [i for i, piece in pieces if piece.num_suffix_tokens and piece.strands]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].num_own_strand_tokens)]
-        found = [positions_of(p.tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:] for p in call.prefixes]
+        found = [
+            positions_of(p.level_tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:] for p in call.prefixes
+        ]
         assert found == ([keys] if keys else [])
 
 
@@ -215,11 +217,11 @@ def keys_read(layout, window, prefix_place):
         if layout.outer:
             levels[-1] = layout.places
         for prefix in call.prefixes:
-            keys[prefix.at] = levels[prefix.level][prefix.tokens]
+            keys[prefix.at] = levels[prefix.level][prefix.level_tokens]
             grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[prefix.at]
             wanted, total = torch.zeros(2, len(levels[prefix.level]), dtype=torch.float64)
-            wanted.index_add_(0, torch.arange(len(wanted))[prefix.tokens], grad)
-            add_at(total, prefix.grad_at, prefix.summed(grad))
+            wanted.index_add_(0, torch.arange(len(wanted))[prefix.level_tokens], grad)
+            add_at(total, prefix.grad_tokens, prefix.summed(grad))
             assert torch.equal(total, wanted), "gradients of a token's copies are not its own"
         assert (keys >= 0).all() and torch.equal(call.keys(levels), keys)
         queries = torch.arange(layout.num_tokens)[call.queries].tolist()
@@ -303,7 +305,7 @@ def test_siblings_tails_are_added_to_one_run_of_tokens():
     layout = build_layout([Group.of_prompt((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])
     (call,) = layout.calls(AttentionParams(1.0, window=6), CPU)
     (prefix,) = call.prefixes
-    assert prefix.copies == ((3, 5),) and prefix.grad_at == slice(15, 20)
+    assert prefix.copies == ((3, 5),) and prefix.grad_tokens == slice(15, 20)
 
 
 def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
@@ -321,7 +323,8 @@ def test_short_blocks_are_joined_in_a_call_and_long_ones_copy_no_keys():
         _, *crosses = calls_of(segments, AttentionParams(1.0), CPU, (0,))
         assert [len(call.spans.lens) for call in crosses] == joined
         assert all(
-            isinstance(call.prefixes[0].tokens, slice) == (n == 1) for call, n in zip(crosses, joined, strict=True)
+            isinstance(call.prefixes[0].level_tokens, slice) == (n == 1)
+            for call, n in zip(crosses, joined, strict=True)
         )
 
 
@@ -329,7 +332,7 @@ def test_a_nested_pass_copies_no_key_of_a_chain():
     """A session of one strand, whose first 500 tokens a phase A computes; two rows leave what follows."""
     segments = [Segment(6000, ((0, 500),)), Segment(4, ((0, 5500),)), Segment(3, ((0, 6500),))]
     _, *crosses = calls_of(segments, AttentionParams(1.0), CPU, (0, 500))
-    assert [(call.queries, one.level, one.tokens) for call in crosses for one in call.prefixes] == [
+    assert [(call.queries, one.level, one.level_tokens) for call in crosses for one in call.prefixes] == [
         (slice(0, 6007), 0, slice(0, 500)),
         (slice(6000, 6004), 1, slice(0, 5000)),
         (slice(6004, 6007), 1, slice(0, 6000)),

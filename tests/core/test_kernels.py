@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from verl_prefix.core import attention
-from verl_prefix.core.attention import ForwardContext, merge
+from verl_prefix.core import context
 from verl_prefix.core.calls import AttentionParams, Call, Spans
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu, reference
+from verl_prefix.core.kernels import merge as merging
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.runs import Segment
@@ -97,7 +98,7 @@ def test_merge_of_two_key_sets_is_attention_over_both():
         return reference.forward(q, k[a:b], v[a:b], Call(Spans((0, 7), (0, b - a)), False, 0.3))
 
     parts = [attend(0, 3), attend(3, 7)]
-    out, lse = merge(*parts[0], *parts[1])
+    out, lse = merging.merge(*parts[0], *parts[1])
     torch.testing.assert_close((out, lse), attend(0, 7), rtol=1e-12, atol=1e-12)
 
 
@@ -136,14 +137,14 @@ def test_the_fused_merge_writes_what_the_one_in_torch_does_and_takes_fp32_alone(
 
     def into(part, part_lse, *others):
         fused.append(part.dtype)
-        for x, merged in zip((part, part_lse), merge(part.clone(), part_lse.clone(), *others), strict=True):
+        for x, merged in zip((part, part_lse), merging.merge(part.clone(), part_lse.clone(), *others), strict=True):
             x.copy_(merged)
 
     found = []
     for kernel in (None, into):
-        monkeypatch.setattr(attention, "_fused_merge", lambda device, kernel=kernel: kernel)
+        monkeypatch.setattr(merging, "_fused_merge", lambda device, kernel=kernel: kernel)
         out, lse = (x.clone() for x in given)
-        attention._merge_at(queries, out, lse, *second)
+        merging.merge_at(queries, out, lse, *second)
         found.append((out, lse))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and not torch.equal(found[0][0], given[0])
     assert fused == [torch.float32] * (dtype == torch.float32)
@@ -151,7 +152,7 @@ def test_the_fused_merge_writes_what_the_one_in_torch_does_and_takes_fp32_alone(
 
 def test_a_pass_asks_for_a_kernel_of_its_tensors_and_keeps_nothing_unasked(monkeypatch):
     asked = []
-    monkeypatch.setattr(attention, "choose_kernel", lambda *args, **options: asked.append((args, options)) or reference)
+    monkeypatch.setattr(context, "choose_kernel", lambda *args, **options: asked.append((args, options)) or reference)
     layout = Layout(torch.arange(5), (Segment(5),))
     one, q, k = ForwardContext(layout, "reference"), torch.randn(5, 4, 24), torch.randn(5, 2, 24)
     one.attend(0, q, k, k, None, AttentionParams(0.2))

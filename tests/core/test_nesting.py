@@ -90,6 +90,17 @@ def test_a_session_is_planned_however_many_turns_it_has():
     assert plan.depth > 1 and plan.num_physical_tokens == turns * (said + thought)
 
 
+def test_phases_a_of_a_long_session_fill_the_budget_where_prefixes_wait_on_the_host():
+    """Else hundreds of phases A of one turn would be in one another, more than Python's stack has room for."""
+    turns, said = 600, 10
+    forks = tuple(Fork(0, said * turn) for turn in range(1, turns + 1))
+    strand, firsts = Strand(turns - 1, 0, said * turns), tuple(fork.start for fork in forks)
+    group = Group(tuple(range(turns)), (1,) * turns, (strand,), forks, firsts)
+    plan = make_plan([group], 160, "auto", offload=True)
+    assert plan.num_physical_tokens == turns * (said + 1)
+    assert plan.depth <= 2 + turns * said / 160
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_phase_a_fits_the_budget_wherever_its_strands_wait(offload):
     """Eight branches of 100 tokens after a prompt of 60, two rows each."""

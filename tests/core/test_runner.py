@@ -17,10 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from verl_prefix.core import attention, forward, groups, layout, planning, prefix_cache
+from verl_prefix.core import forward, groups, layout, planning, prefix_cache
 from verl_prefix.core import runner as core_runner
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.kernels import cpu
+from verl_prefix.core.kernels import merge as merging
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.testing.rollouts import flatten
@@ -187,12 +188,12 @@ def broken(monkeypatch, name: str) -> dict:
         monkeypatch.setattr(cpu, "backward", lossy)
         return dict(schedule="packed")
     if name == "partial_lse_in_backward":
-        monkeypatch.setattr(attention, "merge", lambda out, lse, *rest: (merge(out, lse, *rest)[0], lse))
+        monkeypatch.setattr(merging, "merge", lambda out, lse, *rest: (merge(out, lse, *rest)[0], lse))
         return dict(schedule="packed")
     raise AssertionError(name)
 
 
-merge = attention.merge
+merge = merging.merge
 BROKEN = [
     "positions_restarted", "prefix_detached", "grad_cache_counted_twice", "suffixes_see_each_other",
     "last_prefix_token_hidden", "suffix_share_of_prefix_gradient_lost", "partial_lse_in_backward",

@@ -214,7 +214,7 @@ def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone,
     wave = build_layout(wave.groups, offsets, "phase_b", prefixes)
     for layout in (packed, wave, prefixes, build_layout([], offsets)):
         shards = [Shards((rank, size), layout, torch.device("cpu")) for rank in range(size)]
-        tokens = [one.tokens for one in shards]
+        tokens = [one.local_tokens for one in shards]
         assert len({len(x) for x in tokens}) == 1
         assert set(torch.cat(tokens).tolist()) == set(range(layout.num_tokens))
         suffix = torch.arange(layout.num_strand_tokens, layout.num_tokens)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from runners import random_rollouts, run_shared, run_stock
 
-from verl_prefix.core.attention import _fused_merge, merge
 from verl_prefix.core.calls import Call, Spans
 from verl_prefix.core.kernels import aten, flash_attn, reference
+from verl_prefix.core.kernels.merge import _fused_merge, merge
 
 pytestmark = [
     pytest.mark.gpu,

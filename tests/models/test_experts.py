@@ -3,7 +3,7 @@
 import torch
 from transformers import JetMoeConfig, JetMoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from verl_prefix.core.attention import ForwardContext
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.runs import Segment
 from verl_prefix.models.experts import CountedRouters

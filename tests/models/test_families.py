@@ -29,7 +29,8 @@ from short_chunks import short_chunks
 from torch.utils.checkpoint import checkpoint
 
 from verl_prefix.core import layout
-from verl_prefix.core.attention import ForwardContext, GroupedAttention
+from verl_prefix.core.attention import GroupedAttention
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
 from verl_prefix.models import recurrent
@@ -186,7 +187,7 @@ def tails_shifted(monkeypatch):
     def shifted(*args):
         for call in made(*args):
             if call.causal:
-                shifted = [one._replace(tokens=(one.tokens - 1).clamp(0)) for one in call.prefixes]
+                shifted = [one._replace(level_tokens=(one.level_tokens - 1).clamp(0)) for one in call.prefixes]
                 call = call._replace(prefixes=tuple(shifted))
             yield call
 

@@ -19,7 +19,7 @@ PLACES = {
     "cli.py:_ab": f"{TOOLS}:test_ab_leaves_verl_its_platform_where_there_is_a_gpu",
     "config/veomni.py:PrefixVeOmniActorConfig.check_spread":
         "config/test_veomni_config.py:test_what_cannot_be_is_refused_in_the_driver_by_its_key",
-    "core/attention.py:_fused_merge": f"{CORE}:test_the_fused_merge_is_taken_where_triton_is_installed",
+    "core/kernels/merge.py:_fused_merge": f"{CORE}:test_the_fused_merge_is_taken_where_triton_is_installed",
     "core/host_memory.py:HostPages.__init__":
         f"{CORE}:test_the_host_waits_for_the_oldest_copies_where_too_much_is_on_its_way",
     "core/kernels/__init__.py:_chosen": f"{FLASH}:test_on_a_gpu_nothing_falls_back_to_the_dense_reference_unasked",

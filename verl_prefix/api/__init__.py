@@ -20,7 +20,7 @@ import torch
 from verl_prefix.api.checks import Tokens, check_sizes, check_waves, token_rows
 from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by_row
 from verl_prefix.api.rows import Batch, HiddenBatch, PerToken
-from verl_prefix.core.attention import ForwardContext
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.forward import PackedForward, PassOutputs
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner

@@ -28,7 +28,7 @@ def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -
 def in_order(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
     """As `first_fit`, but neighbours stay together where that takes no more bins."""
     bins: list[list[Item]] = []
-    used = budget
+    used = 0
     for item in items:
         if not bins or used + size(item) > budget:
             bins.append([])

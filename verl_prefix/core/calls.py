@@ -15,8 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.prefix_keys import PrefixKeys, keys_of_tails
-from verl_prefix.core.runs import Path, Run, Segment, is_one_run, last_of, len_of, on_device, part_of, token_index
+from verl_prefix.core.runs import (
+    Path,
+    Run,
+    Segment,
+    is_one_run,
+    last_of,
+    len_of,
+    on_device,
+    part_of,
+    ranges,
+    token_index,
+)
 
 
 def built_once() -> Any:
@@ -101,6 +111,38 @@ class AttentionParams(NamedTuple):
         return sys.maxsize if self.window is None else self.window
 
 
+class PrefixKeys(NamedTuple):
+    """Keys of a call that come from one level of the prefix source. `at`, `level_tokens` and `grad_tokens` are slices,
+    or int64 indices [n].
+
+    A window copies a path's tail once for each segment that reads it. Example: 3 suffixes read the same 4-token tail.
+    `level_tokens` has 12 entries, `copies` is ((3, 4),), and `grad_tokens` names the 4 tokens once. `summed` adds the 3
+    copies in fp32 first.
+
+    Attributes:
+        at: where these keys stand among the call's keys.
+        level_tokens: the tokens of the level whose keys they are.
+        grad_tokens: the tokens of the level to which the gradients that `summed` returns belong. A token may be there
+            several times, once for each block that reads it.
+        copies: (times, length) of each set of copies, in the order of `level_tokens`; empty: there are no copies.
+        level: 0: the outermost phase A; the last level is the packed row itself.
+    """
+
+    at: slice | torch.Tensor
+    level_tokens: slice | torch.Tensor
+    grad_tokens: slice | torch.Tensor
+    copies: tuple[tuple[int, int], ...] = ()
+    level: int = 0
+
+    def summed(self, grad: torch.Tensor) -> torch.Tensor:
+        """Gradients of keys `at` [n, K, D] -> of `grad_tokens`; sums over copies are in fp32 (fp64)."""
+        if not self.copies:
+            return grad
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        sets = zip(grad.split([times * n for times, n in self.copies]), self.copies, strict=True)
+        return torch.cat([copies.unflatten(0, (times, n)).sum(0, dtype=wide) for copies, (times, n) in sets])
+
+
 ALL = slice(None)
 
 
@@ -144,11 +186,11 @@ class Call(NamedTuple):
             return own
         if self.own_at is None:
             (prefix,) = self.prefixes
-            return levels[prefix.level][prefix.tokens]
+            return levels[prefix.level][prefix.level_tokens]
         keys = own.new_empty(self.spans.k[-1], *own.shape[1:])
         keys[self.own_at] = own
         for prefix in self.prefixes:
-            keys[prefix.at] = levels[prefix.level][prefix.tokens]
+            keys[prefix.at] = levels[prefix.level][prefix.level_tokens]
         return keys
 
 
@@ -191,8 +233,36 @@ def _causal_call(
     if any(tails):
         own_at = token_index([(end - s.length, s.length) for end, s in zip(key_ends, segments, strict=True)], device)
     window = params.window if any(is_far) else None
-    prefixes = keys_of_tails(tails, spans.k, device, level_starts)
+    prefixes = _keys_of_tails(tails, spans.k, device, level_starts)
     return Call(spans, True, params.scale, window, params.softcap, own_at=own_at, prefixes=prefixes)
+
+
+def _keys_of_tails(
+    tails: Sequence[Path], starts: Sequence[int], device: torch.device, level_starts: Sequence[int]
+) -> tuple[PrefixKeys, ...]:
+    """The keys of a call whose keys are [tail | own] of each segment, where a window sees only the tail of its path.
+
+    Args:
+        tails: of each segment, the end of its path; empty where the call reads no more than the segment itself.
+        starts: where the keys of each segment begin among the call's keys.
+        level_starts: the first token of each level of the prefix source, the packed row itself last.
+    """
+    placed = [(tail, start) for tail, start in zip(tails, starts, strict=False) if tail]
+    prefixes = []
+    for level, (first, end) in enumerate(pairwise((*level_starts, sys.maxsize))):
+        at, tokens, grad_tokens, copies = list[Run](), list[Run](), list[Run](), list[tuple[int, int]]()
+        for tail, siblings in groupby(placed, key=lambda each: each[0]):
+            if part := part_of(tail, first, end):
+                before, length = len_of(part_of(tail, 0, first)), len_of(part)
+                sibling_runs = [(start + before, length) for _, start in siblings]
+                at += sibling_runs
+                tokens += part * len(sibling_runs)
+                grad_tokens += part
+                copies.append((len(sibling_runs), length))
+        if at:
+            index, chosen = (on_device(ranges(runs), device) for runs in (at, tokens))
+            prefixes.append(PrefixKeys(index, chosen, token_index(grad_tokens, device), tuple(copies), level))
+    return tuple(prefixes)
 
 
 def _cross_calls(
@@ -210,7 +280,7 @@ def _cross_calls(
             q, k = ((0, *accumulate(map(len_of, runs))) for runs in (members, paths))
             spans = Spans(q, k, q_segments=(0, *accumulate(n for _, n in segments_read)))
             queries, keys = token_index(segments_read, device), token_index(list(chain(*paths)), device)
-            prefixes = (PrefixKeys(ALL, keys, grad_at=keys, level=level),)
+            prefixes = (PrefixKeys(ALL, keys, grad_tokens=keys, level=level),)
             yield Call(spans, False, params.scale, None, params.softcap, queries, own_at=None, prefixes=prefixes)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from verl_prefix.core.attention import ForwardContext
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
@@ -144,7 +144,7 @@ class PackedForward:
         """The forward of a packed pass; `outer_caches` are those of the phases A around it, the outermost first."""
         forward_context = self._forward_context(layout, outer_caches, self.keep_attention)
         with self.context():
-            of_logits = self.of_logits if layout.groups else _sum_logits
+            of_logits = _sum_logits if layout.is_dummy else self.of_logits
             outputs = self._run(tokens, layout.head_tokens, forward_context, of_logits)
             return PassOutputs(layout, self._gather_outputs(outputs, layout, outer_caches))
 
@@ -186,7 +186,7 @@ class PackedForward:
         local_head_tokens = head_tokens
         if self.sequence_group is not None:
             shards = forward_context.shards = Shards(self.sequence_group, layout, device)
-            places = layout.places[shards.tokens]
+            places = layout.places[shards.local_tokens]
             local_head_tokens, gathered_at = shards.spread_head(head_tokens)
         if tokens.routes is not None:
             forward_context.routes = on_device(tokens.routes[places], device)
@@ -194,12 +194,12 @@ class PackedForward:
         forward_context.head_tokens = local_head_tokens
         head_places = places[local_head_tokens]
         of_head: HeadFn | None = of_logits and (lambda which, logits: of_logits(head_places[which], logits))
-        pixels = tokens.pixels and tokens.pixels.of(layout.groups, device, shards.tokens if shards else None)
+        pixels = tokens.pixels and tokens.pixels.of(layout.groups, device, shards.local_tokens if shards else None)
         result = self.model.token_outputs(
             tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=local_head_tokens,
             forward_context=forward_context, of_head=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
-        if tokens.records and layout.groups:
+        if tokens.records and not layout.is_dummy:
             _record(tokens, forward_context)
         return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered_at)
 

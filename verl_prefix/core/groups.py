@@ -28,7 +28,8 @@ class Strand(NamedTuple):
     """A run of tokens that is computed once, for all rows that share it and every token before it.
 
     Attributes:
-        row: a row that has the strand.
+        row: a row that has the strand. With `start` it names the strand, also in nested passes, so that no function
+            changes the row of an outer strand.
         start, end: the strand's tokens are this row's tokens start to end.
         parent: index of the strand that holds token `start - 1`; -1 where `start` is 0.
     """

@@ -67,6 +67,11 @@ class Layout:
         return self.phase == "phase_b"
 
     @property
+    def is_dummy(self) -> bool:
+        """Whether it has one token, and no rows: it keeps a rank's collectives in step."""
+        return not self.groups
+
+    @property
     def num_tokens(self) -> int:
         return len(self.places)
 
@@ -123,7 +128,7 @@ class Layout:
         index = self.output_index
         if index is None:
             tokens = torch.arange(self.num_strand_tokens, self.num_tokens)
-            if not self.groups or not len(tokens):
+            if self.is_dummy or not len(tokens):
                 return self
             index = OutputIndex(self.places[tokens], torch.full_like(tokens, self.level), tokens)
         return replace(self, output_index=index.only(is_read, self.level))
@@ -139,7 +144,7 @@ def build_layout(
     groups: Sequence[Group], offsets: Sequence[int], phase: Phase = "packed", outer: Layout | None = None
 ) -> Layout:
     """Builds the packed row of `groups`, best in the order of `planning.live_in_pass_order`. Without anything to
-    compute it is a dummy: one token of the batch that reads itself, which keeps a rank's collectives in step.
+    compute it is a dummy: one token of the batch that reads itself. So is a phase A of prompts of one token.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).

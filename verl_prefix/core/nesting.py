@@ -11,7 +11,9 @@ Every token is computed once. What is alive at once is the strands of the phases
 """
 
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from verl_prefix.core.bins import even_bins
@@ -126,8 +128,8 @@ class Nesting:
         return self._pass(self._group, way) if own < (tokens, max(alive, self._budget), forwards) else None
 
     def deepest(self) -> PhasedPass | None:
-        """For `engine.verify`: the pass in which every stretch has a phase A of its own, and every suffix a packed
-        pass; None where the tree cannot be nested."""
+        """For `engine.verify`, of a few rows: the pass in which every stretch has a phase A of its own, and every
+        suffix a packed pass, nested as deep as the tree is. None where the tree cannot be nested."""
 
         def way(number: int) -> _Way:
             stretch = self._stretches[number]
@@ -167,13 +169,14 @@ class Nesting:
     def _choices(self, number: int) -> list[_PhaseAChoice]:
         """What a phase A may compute from stretch `number` on, the fewest stretches first.
 
-        Candidates are the first n stretches along the largest branch; and every stretch that has, with all after it,
-        more than m tokens.
+        Candidates are the first n stretches along the largest branch, also the most that fit the budget; and every
+        stretch that has, with all after it, more than m tokens.
         """
         branch = [number]
         while self._stretches[branch[-1]].next:
             branch.append(max(self._stretches[branch[-1]].next, key=lambda i: self._subtrees[i].tokens))
-        chosen = {frozenset(branch[:n]) for n in _spread(range(1, len(branch) + 1))}
+        num_fit = bisect_right([*accumulate(self._stretches[i].length for i in branch)], self._budget)
+        chosen = {frozenset(branch[:n]) for n in (max(num_fit, 1), *_spread(range(1, len(branch) + 1)))}
         inside = [number]
         for i in inside:  # which grows: the stretches after `number`, level by level
             inside += self._stretches[i].next

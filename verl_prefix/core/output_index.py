@@ -14,12 +14,12 @@ class OutputIndex(NamedTuple):
     Attributes:
         places: [n] int64, the place in the batch of each output.
         levels: [n] int64, the level of the prefix source whose packed row computes each.
-        tokens: [n] int64, the token of that packed row that computes each.
+        level_tokens: [n] int64, the token of that packed row that computes each.
     """
 
     places: torch.Tensor
     levels: torch.Tensor
-    tokens: torch.Tensor
+    level_tokens: torch.Tensor
 
     def only(self, is_read: torch.Tensor, level: int) -> "OutputIndex":
         """The outputs of the batch's tokens `is_read` [N] (bool), and in any case one that `level` computes."""
@@ -72,6 +72,6 @@ def index_outputs(
             place += of_strands - num_read
         tokens.append(ranges(last_of(path, num_read)))
         places.append(torch.arange(place, place + num_read))
-    of_source, starts = torch.cat(tokens), torch.tensor(level_starts)
-    levels = torch.searchsorted(starts, of_source, right=True) - 1
-    return OutputIndex(torch.cat(places), levels, of_source - starts[levels]) if len(of_source) else None
+    source_tokens, starts = torch.cat(tokens), torch.tensor(level_starts)
+    levels = torch.searchsorted(starts, source_tokens, right=True) - 1
+    return OutputIndex(torch.cat(places), levels, source_tokens - starts[levels]) if len(source_tokens) else None

@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def depth(self) -> int:
-        """How many passes are nested in one another; 1: only waves are nested."""
+        """How many passes are nested in one another, without waves; 0: there are no passes."""
         return max((planned.depth for planned in self.passes), default=0)
 
     @property
@@ -121,14 +121,28 @@ class Plan:
         return sum(planned.num_tokens for planned in self.all_passes)
 
     @property
+    def largest_wave(self) -> int:
+        """Suffix tokens of the largest wave; 0 without waves."""
+        return max((wave.num_tokens for wave in self.waves), default=0)
+
+    @property
+    def most_outputs(self) -> int:
+        """The most tokens of one forward that can go through lm_head."""
+        outputs = []
+        for planned in self.all_passes:
+            suffixes = (group.num_suffix_tokens for group in planned.groups if isinstance(planned, PackedPass))
+            outputs.append(sum(group.num_own_strand_outputs for group in planned.groups) + sum(suffixes))
+        return max(outputs, default=0)
+
+    @property
     def rounds(self) -> list[list[PhasedPass]]:
-        """Phased passes in rounds of `at_once`; an empty round where there are no phased passes."""
+        """For pipelines: phased passes in rounds of `at_once`; an empty round where there are no phased passes."""
         phased, size = self.phased, self.at_once or max(len(self.phased), 1)
         return [phased[start : start + size] for start in range(0, len(phased), size)] or [[]]
 
     def with_last_tokens(self) -> "Plan":
-        """The plan that also computes the last token of each of its rows, whose output nobody reads: a
-        `TokenBatch.is_read` leaves it out. Passes are longer by a token per row."""
+        """The plan that also computes the last token of each of its rows, for routers that count it. Nobody reads its
+        output: a `TokenBatch.is_read` leaves it out. Passes are longer by a token per row."""
 
         def longer(group: Group) -> Group:
             return replace(group, suffix_lens=tuple(n + 1 for n in group.suffix_lens))
@@ -152,17 +166,3 @@ def _with_nested(planned: Pass) -> Iterator[Pass]:
     yield planned
     for nested in planned.nested if isinstance(planned, PhasedPass) else ():
         yield from _with_nested(nested)
-
-
-def largest_wave(plan: Plan) -> int:
-    """Suffix tokens of the plan's largest wave; 0 without waves."""
-    return max((wave.num_tokens for wave in plan.waves), default=0)
-
-
-def most_outputs(plan: Plan) -> int:
-    """The most tokens of one forward of the plan that can go through lm_head."""
-    outputs = []
-    for planned in plan.all_passes:
-        suffixes = (group.num_suffix_tokens for group in planned.groups if isinstance(planned, PackedPass))
-        outputs.append(sum(group.num_own_strand_outputs for group in planned.groups) + sum(suffixes))
-    return max(outputs, default=0)

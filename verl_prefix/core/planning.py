@@ -96,13 +96,13 @@ def _phased_passes(groups: Sequence[Group], limits: _Limits, nests: bool) -> lis
     room = prefix_room(budget, wave_tokens, offload)
     pieces, phased, deep = list[Group](), list[PhasedPass](), list[PhasedPass]()
     for group in groups:
-        of_group = _pieces(group, room, suffixes=False)
+        cut = _pieces(group, room, suffixes=False)
         nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
-        nested = nesting and nesting.better_than(*_work_of_pieces(of_group, limits))
+        nested = nesting and nesting.better_than(*_work_of_pieces(cut, limits))
         if nested:
             deep.append(nested)
         else:
-            pieces += of_group
+            pieces += cut
     for members in _phased_sets(pieces, room, sys.maxsize if offload else budget):
         ordered = tuple(live_in_pass_order(members))
         phased.append(PhasedPass(ordered, limits.waves(ordered), any(group.reads_strands for group in ordered)))
@@ -115,8 +115,7 @@ def _work_of_pieces(pieces: Sequence[Group], limits: _Limits) -> tuple[int, int,
     tokens = sum(piece.num_physical_tokens for piece in pieces)
     alive = 0
     for piece in pieces:
-        longest = max(sum(piece.suffix_lens[start:end]) for start, end in piece.units())
-        strands = piece.num_own_strand_tokens
+        longest, strands = max(piece.suffix_lens), piece.num_own_strand_tokens
         alive = max(alive, *((strands, longest) if limits.offload else (strands + longest,)))
     return tokens, alive, sum(1 + len(limits.waves([piece])) for piece in pieces)
 
@@ -213,7 +212,7 @@ def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[li
     """Yields sets of groups, each for one phased pass. A set's strands fit `room`, and with the longest suffix the
     budget, unless one group alone exceeds it."""
     for members in first_fit(groups, lambda group: group.num_own_strand_tokens, room):
-        longest = max(sum(group.suffix_lens[start:end]) for group in members for start, end in group.units())
+        longest = max(n for group in members for n in group.suffix_lens)
         yield from first_fit(members, lambda group: group.num_own_strand_tokens, min(room, budget - longest))
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import Spans
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import LayerKey, ReadPrefix
 from verl_prefix.core.runs import end_of
@@ -46,8 +46,8 @@ def shared_scan(
         neutral: one value per input; a token of these inputs leaves the state as it is. For `on_recurrence` alone.
     """
 
-    def whole(of_row: Sequence[torch.Tensor], shift: int) -> torch.Tensor:
-        pairs = zip(of_row, neutral, strict=True)
+    def whole(row: Sequence[torch.Tensor], shift: int) -> torch.Tensor:
+        pairs = zip(row, neutral, strict=True)
         filled = [torch.cat([x.new_full((shift, *x.shape[1:]), fill), x]) for x, fill in pairs]
         length = len(filled[0])
         return scan(filled, Spans((0, length), (0, length)), None).outputs[shift:]
@@ -128,7 +128,7 @@ def shared_conv(
     after_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
     lens = [n for segment in of_segments for n in (tail_len, len(segment))]
     out = torch.cat(after_tails.split(lens)[1::2])
-    forward_context.on_recurrence(key, [x], lambda of_row, shift: conv(of_row[0]), out)
+    forward_context.on_recurrence(key, [x], lambda row, shift: conv(row[0]), out)
     return out
 
 
@@ -140,7 +140,6 @@ def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int, inherited: torc
     after_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
     if inherited is not None:
         after_zeros = torch.cat([after_zeros, inherited.flatten(0, 1)])
-        index = torch.where(index < 0, len(x) - index, index)
     return after_zeros.index_select(0, index.flatten()).view(*index.shape, x.shape[-1])
 
 

@@ -48,7 +48,7 @@ class Shards:
         # Where every token stands among the tokens of rank 0, then rank 1, and so on.
         self._at_ranks = torch.cat(positions)
         self._at_ranks_on_device = on_device(self._at_ranks, device)
-        self.tokens = self.local(torch.arange(layout.num_tokens))
+        self.local_tokens = self.local(torch.arange(layout.num_tokens))
 
     def local(self, values: torch.Tensor) -> torch.Tensor:
         """Values of all tokens [T], in host memory -> of this rank's tokens [t], 0 where a slice is padded."""

@@ -97,13 +97,12 @@ class StateIndex:
         return self._initial[of, device]
 
     def last_tokens(self, length: int, device: torch.device) -> torch.Tensor:
-        """[M, length] int64: the last `length` inputs on each path with a state, as codes; built once.
-
-        x > 0: token x - 1 of this packed row. 0: none, the path is shorter. x < 0: row -1 - x of the inherited inputs
-        [strands, length], flattened: inputs before each strand that continues an outer one.
-        """
+        """[M, length] int64: the last `length` inputs on each path with a state, as indices of [zero | T | inherited]:
+        a zero where the path is shorter; the packed row's T tokens; and [strands, length], flattened, the inputs before
+        each strand that continues an outer one. Built once."""
         if (length, device) not in self._last_tokens:
             strands = self._segments["strands"]
+            inherited = 1 + sum(segment.length for segments in self._segments.values() for segment in segments)
             firsts = accumulate((strand.length for strand in strands), initial=0)
             strand_of = {first: i for i, first in enumerate(firsts)}
             tails = []
@@ -111,7 +110,7 @@ class StateIndex:
                 runs = part_of(path, self._own_start)
                 own = ranges(last_of(runs, length)) + 1
                 strand = strand_of[runs[0][0]]
-                before = -1 - strand * length - torch.arange(length)
+                before = inherited + strand * length + torch.arange(length)
                 before = before if strands[strand].path else torch.zeros_like(before)
                 tails.append(torch.cat([before[len(own) :], own]))
             self._last_tokens[length, device] = on_device(torch.stack(tails), device)

@@ -17,8 +17,9 @@ strand and the only strand that follows it are joined: the growing prompts of a 
 reads a part of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -84,30 +85,54 @@ def group_trees(
             new: list[int] = []  # strands that begin after this fork
             strand_of: dict[int, int] = {}  # `new` strands, by the hash of their first `known_end` + 1 tokens
             known_end = -1
-            # Rows by their next cut or end, the largest first: so a shorter row finds the strand that begins with it.
-            # Of equal rows, those that go on come first.
-            order = sorted((-ends[row][depth], len(ends[row]) == depth + 1, row) for row in rows)
-            equal = rows_by_key((-n, last, hash_of[row]) for n, last, row in order)
-            for (end, is_last, hashed), members in equal.items():
-                same = [order[i][2] for i in members]
-                if end != known_end:  # of strands with the same hash the first strand counts
-                    of_new = hashes.of([strands[strand].row for strand in new], end).tolist()
-                    strand_of, known_end = dict(zip(reversed(of_new), reversed(new), strict=True)), end
-                strand = strand_of.get(hashed)
-                hashes.check(same, same[0] if strand is None else strands[strand].row, fork.start, end)
-                if strand is None and is_last:  # nobody shares their last tokens, which become suffixes
-                    forks |= dict.fromkeys(same, fork)
+            for run in _equal_runs({row: (ends[row][depth], len(ends[row]) == depth + 1) for row in rows}, hash_of):
+                if run.end != known_end:  # of strands with the same hash the first strand counts
+                    new_hashes = hashes.of([strands[strand].row for strand in new], run.end).tolist()
+                    strand_of, known_end = dict(zip(reversed(new_hashes), reversed(new), strict=True)), run.end
+                strand = strand_of.get(run.hash)
+                hashes.check(run.rows, run.rows[0] if strand is None else strands[strand].row, fork.start, run.end)
+                if strand is None and run.is_last:  # nobody shares their last tokens, which become suffixes
+                    forks |= dict.fromkeys(run.rows, fork)
                     continue
                 if strand is None:  # they open a strand
-                    strand = strand_of[hashed] = len(strands)
+                    strand = strand_of[run.hash] = len(strands)
                     new.append(strand)
-                    strands.append(Strand(same[0], fork.start, end, fork.strand))
-                if is_last:  # their suffixes, if any, begin after it
-                    forks |= dict.fromkeys(same, Fork(strand, end))
+                    strands.append(Strand(run.rows[0], fork.start, run.end, fork.strand))
+                if run.is_last:  # all their tokens lie in the strand
+                    forks |= dict.fromkeys(run.rows, Fork(strand, run.end))
                 else:
-                    following.setdefault(Fork(strand, end), []).extend(same)
+                    following.setdefault(Fork(strand, run.end), []).extend(run.rows)
         rows_at = following
     return _groups(*_chained(strands, forks), lens, [n - 1 for n in prompt_lens])
+
+
+class _EqualRun(NamedTuple):
+    """Rows with the same tokens between a fork that they leave and `end`.
+
+    Attributes:
+        end: their next cut, or their end.
+        is_last: it is their end.
+        hash: of their first `end` + 1 tokens.
+    """
+
+    end: int
+    is_last: bool
+    hash: int
+    rows: list[int]
+
+
+def _equal_runs(ends: Mapping[int, tuple[int, bool]], hash_of: Mapping[int, int]) -> Iterator[_EqualRun]:
+    """Yields the rows that leave a fork by their next runs, the longest first: so a shorter run finds the strand that
+    begins with it. Of equally long runs, those of rows that go on come first.
+
+    Args:
+        ends: of each row, its next cut or its end, and whether it is its end.
+        hash_of: of each row, the hash up to there.
+    """
+    runs = [_EqualRun(*ends[row], hash_of[row], [row]) for row in ends]
+    runs.sort(key=lambda run: (-run.end, run.is_last, run.rows))
+    for members in rows_by_key((run.end, run.is_last, run.hash) for run in runs).values():
+        yield runs[members[0]]._replace(rows=[runs[i].rows[0] for i in members])
 
 
 def _chained(strands: Sequence[Strand], forks: dict[int, Fork]) -> tuple[list[Strand], dict[int, Fork]]:
@@ -156,7 +181,10 @@ class Hashes:
         """
         expected = self._between(other, start, end)
         if not all(row == other or torch.equal(self._between(row, start, end), expected) for row in rows):
-            raise RuntimeError("two different prefixes have the same 64-bit hash; shuffle the rows and report this")
+            raise RuntimeError(
+                f"rows {sorted({*rows, other})} have the same 64-bit hash of their first {end + 1} tokens, and differ "
+                "in them; leave one of them out, and report this"
+            )
 
     def _between(self, row: int, start: int, end: int) -> torch.Tensor:
         first = int(self.starts[row])

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import AttentionParams
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.runs import ranges
 

@@ -13,7 +13,7 @@ from verl_prefix.config.actor import tokens_key
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.errors import add_note
 from verl_prefix.core.forward import LOGITS_CHUNK
-from verl_prefix.core.plan import Plan, largest_wave, most_outputs
+from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import limit_waves
 
 _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
@@ -43,7 +43,7 @@ def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
     """Overrides by which the passes keep less that can be computed again."""
     if keeps is None:
         return []
-    in_chunks = keeps.all_logits and most_outputs(plan) > LOGITS_CHUNK * keeps.slices
+    in_chunks = keeps.all_logits and plan.most_outputs > LOGITS_CHUNK * keeps.slices
     settings = [f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}"] * in_chunks
     return settings + [f"{_PREFIX}.keep_attention=off"] * keeps.attention_kept
 
@@ -64,7 +64,7 @@ def out_of_memory_advice(
         yield
     except torch.OutOfMemoryError as error:
         checkpoints, by_phase = _advice(role, options or PrefixConfig(), keeps, forward_only)
-        largest = largest_wave(plan) if plan else 0
+        largest = plan.largest_wave if plan else 0
         if plan is None:
             advice = "that was the self-check, which also runs verl's own path, and attention in float64; set "
             advice += f"{_PREFIX}.verify=off"
@@ -74,7 +74,7 @@ def out_of_memory_advice(
             advice = by_phase[phase]
         elif not largest:
             advice = f"this rank ran a wave without rows, beside waves of other ranks; {checkpoints}"
-        elif largest_wave(limit_waves(plan, largest // 2)) < largest:
+        elif limit_waves(plan, largest // 2).largest_wave < largest:
             advice = f"set {_PREFIX}.wave_tokens={largest // 2} (largest wave: {largest} tokens)"
         else:
             advice = f"the largest wave is one row already; {checkpoints} or offload parameters"

@@ -20,7 +20,7 @@ from verl.utils.device import get_device_id
 from verl_prefix.auto.cost import Memory
 from verl_prefix.config.actor import NO_REPLAY, NO_ROUTES, SKIP_ZERO_ADVANTAGE, role_of
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.attention import ForwardContext
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan

@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.attention import ForwardContext
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
 from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from verl_prefix.core.attention import ForwardContext
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.runs import on_device
 from verl_prefix.core.sequence_parallel import Shards

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import AttentionParams
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.forward import HeadFn
 from verl_prefix.core.runs import on_device
 from verl_prefix.models import vision

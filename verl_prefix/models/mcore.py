@@ -27,8 +27,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import AttentionParams
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.forward import HeadFn
 from verl_prefix.core.runs import len_of, on_device
 from verl_prefix.models.advice import WITHOUT_SHARING, advising

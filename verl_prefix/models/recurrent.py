@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.calls import Spans
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.recurrence import Scan, Scanned, shared_conv, shared_scan
 from verl_prefix.models.advice import WHOLE_ROWS

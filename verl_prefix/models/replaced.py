@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from verl_prefix.core.attention import ForwardContext
+from verl_prefix.core.context import ForwardContext
 
 
 @contextmanager

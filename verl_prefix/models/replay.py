@@ -28,7 +28,7 @@ class Routed(Protocol):
     """What runs through a model: one of our passes, or a micro-batch on verl's own path.
 
     Attributes:
-        routes: as of `core.attention.ForwardContext`.
+        routes: as of `core.context.ForwardContext`.
     """
 
     routes: torch.Tensor | None

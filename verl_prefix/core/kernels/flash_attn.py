@@ -146,7 +146,7 @@ def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bo
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """See `core.kernels`."""
-    name, run, _ = _chosen(q, call.softcap)
+    name, run, _ = _interface_for(q, call.softcap)
     extras: dict[str, dict[str, object]] = {_FA2: {"dropout_p": 0.0}, _FA3: {}, _FA4: {"return_lse": True}}
     out, lse, *_ = _call(run, q, k, v, **extras[name], **_options(name, call, q.device))
     return out, lse
@@ -157,7 +157,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `core.kernels`."""
     q, k, v, out, lse = saved
-    name, _, run = _chosen(q, call.softcap)
+    name, _, run = _interface_for(q, call.softcap)
     lse = lse.contiguous()
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     extras = {"dropout_p": 0.0} if name == _FA2 else {}
@@ -167,7 +167,7 @@ def backward(
     return dq, dk, dv
 
 
-def _chosen(q: torch.Tensor, softcap: float | None) -> _Interface:
+def _interface_for(q: torch.Tensor, softcap: float | None) -> _Interface:
     interface = _choose(q.shape[-1], softcap is not None)
     assert interface is not None  # `choose_kernel` has asked `unsupported`
     return interface

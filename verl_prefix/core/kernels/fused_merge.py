@@ -1,4 +1,4 @@
-"""`core.attention.merge` as one Triton kernel, in place: no temporaries, where torch takes some twenty kernels.
+"""`merge.merge` as one Triton kernel, in place: no temporaries, where torch takes some twenty kernels.
 
 Imported where it is called, on CUDA, where triton is installed; `TRITON_INTERPRET=1` runs it on a CPU.
 """

@@ -26,8 +26,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.bins import first_fit
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.forward import PackedForward, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten

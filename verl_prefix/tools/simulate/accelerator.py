@@ -19,7 +19,8 @@ from torch.amp.autocast_mode import _cast
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from verl_prefix.core import attention, host_memory, offload
+from verl_prefix.core import host_memory, offload
+from verl_prefix.core.kernels import merge as merging
 from verl_prefix.tools.simulate import operations
 
 DEVICE = "sim"
@@ -175,7 +176,7 @@ def fake_accelerator(
             mock.patch.object(torch.accelerator, "current_stream", lambda *_: CLOCK.stream),
             # Ours ask for a plain tensor, for CUDA, and for this machine's memory.
             mock.patch.object(offload, "type", _real_type, create=True),
-            mock.patch.object(attention, "_fused_merge", lambda device_type: operations.merge_into),
+            mock.patch.object(merging, "_fused_merge", lambda device_type: operations.merge_into),
             mock.patch.object(host_memory, "host_room", lambda: 1 << 60),
             torch.autograd.set_multithreading_enabled(False),  # an error on another thread aborts
             FakeTensorMode(allow_non_fake_inputs=True),

@@ -26,7 +26,10 @@ class CountedForward(PackedForward):
     def _gather_outputs(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         if layout.output_index is None or not isinstance(layout.places, FakeTensor):
             return super()._gather_outputs(outputs, layout, caches)
-        total, left = len(layout.output_index.tokens), sum(map(functools.partial(_read_around, layout), layout.groups))
+        total, left = (
+            len(layout.output_index.level_tokens),
+            sum(map(functools.partial(_read_around, layout), layout.groups)),
+        )
         own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
         if not left:
             return own_read

@@ -21,8 +21,8 @@ from torch.optim import adam
 from verl_prefix.auto.cost import Memory, PassCost, may_have_all_logits, may_keep_attention
 from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.core.attention import ForwardContext
 from verl_prefix.core.bins import first_fit
+from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.forward import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
@@ -269,7 +269,7 @@ class Simulation:
         attention = ForwardContext(layout, self.kernel)
         if self.group is not None:
             attention.shards = shards = CountedShards(self.group, layout, torch.device(self.device))
-            index = index[shards.tokens]
+            index = index[shards.local_tokens]
         index = index.to(self.device)
         ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[..., index]
         pixels = self.pixels.at(batch, lengths, index.device) if self.pixels else {}

@@ -11,7 +11,6 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_prefix.core.groups import Group
-from verl_prefix.core.plan import largest_wave
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
@@ -100,7 +99,7 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
     if best.path == "phased" or not way["fits"]:
         arm = best if way["fits"] else ours[-1]
         plan = plan_of(job, whole_shape(job), arm, job.budget)
-        also(replace(job, wave_tokens=max(1, largest_wave(plan) // 4)), arm)
+        also(replace(job, wave_tokens=max(1, plan.largest_wave // 4)), arm)
     return sorted(ways, key=_rank)
 
 
