@@ -115,7 +115,7 @@ class PackedForward:
     sequence_group: dist.ProcessGroup | None = None
 
     def phase_a(
-        self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, offloads: bool,
+        self, batch: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, offloads: bool,
         outer_caches: Sequence[PrefixCache],
     ) -> torch.Tensor:  # fmt: skip
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
@@ -135,17 +135,17 @@ class PackedForward:
         if layout.output_index is not None:
             head_tokens, of_logits = layout.head_tokens, self.of_logits
         with self.context():
-            result = self._run(tokens, head_tokens, forward_context, of_logits)
+            result = self._run(batch, head_tokens, forward_context, of_logits)
             if layout.output_index is None or self.model.is_early_stage:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
-    def packed(self, tokens: TokenBatch, layout: Layout, outer_caches: Sequence[PrefixCache]) -> PassOutputs:
+    def packed(self, batch: TokenBatch, layout: Layout, outer_caches: Sequence[PrefixCache]) -> PassOutputs:
         """The forward of a packed pass; `outer_caches` are those of the phases A around it, the outermost first."""
         forward_context = self._forward_context(layout, outer_caches, self.keep_attention)
         with self.context():
             of_logits = _sum_logits if layout.is_dummy else self.of_logits
-            outputs = self._run(tokens, layout.head_tokens, forward_context, of_logits)
+            outputs = self._run(batch, layout.head_tokens, forward_context, of_logits)
             return PassOutputs(layout, self._gather_outputs(outputs, layout, outer_caches))
 
     def _forward_context(
@@ -159,13 +159,13 @@ class PackedForward:
         output, and outputs of phases A around."""
         if self.model.is_early_stage or layout.output_index is None:
             return outputs
-        _, levels, tokens = layout.output_index
-        read = outputs.new_empty(len(tokens), outputs.shape[-1])
+        _, levels, level_tokens = layout.output_index
+        read = outputs.new_empty(len(level_tokens), outputs.shape[-1])
         for level, packed_row in enumerate(layout.levels):
             chosen = levels == level
             if not chosen.any():
                 continue
-            wanted = tokens[chosen]
+            wanted = level_tokens[chosen]
             index = on_device(torch.searchsorted(packed_row.head_tokens, wanted), outputs.device)
             if packed_row is not layout:
                 (stored,) = caches[level].read(_OUTPUTS)
@@ -178,38 +178,38 @@ class PackedForward:
         return read
 
     def _run(
-        self, tokens: TokenBatch, head_tokens: torch.Tensor, forward_context: ForwardContext, of_logits: LogitsFn | None
+        self, batch: TokenBatch, head_tokens: torch.Tensor, forward_context: ForwardContext, of_logits: LogitsFn | None
     ) -> torch.Tensor:
         """Runs the model on a packed row; returns outputs of `head_tokens` as of `Model.token_outputs`."""
-        device, layout = tokens.input_ids.device, forward_context.layout
+        device, layout = batch.input_ids.device, forward_context.layout
         places, shards = layout.places, None
         local_head_tokens = head_tokens
         if self.sequence_group is not None:
             shards = forward_context.shards = Shards(self.sequence_group, layout, device)
             places = layout.places[shards.local_tokens]
             local_head_tokens, gathered_at = shards.spread_head(head_tokens)
-        if tokens.routes is not None:
-            forward_context.routes = on_device(tokens.routes[places], device)
+        if batch.routes is not None:
+            forward_context.routes = on_device(batch.routes[places], device)
         places, local_head_tokens = on_device(places, device), on_device(local_head_tokens, device)
         forward_context.head_tokens = local_head_tokens
         head_places = places[local_head_tokens]
         of_head: HeadFn | None = of_logits and (lambda which, logits: of_logits(head_places[which], logits))
-        pixels = tokens.pixels and tokens.pixels.of(layout.groups, device, shards.local_tokens if shards else None)
+        pixels = batch.pixels and batch.pixels.of(layout.groups, device, shards.local_tokens if shards else None)
         result = self.model.token_outputs(
-            tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=local_head_tokens,
+            batch.input_ids[places], batch.position_ids[..., places], head_tokens=local_head_tokens,
             forward_context=forward_context, of_head=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
-        if tokens.records and not layout.is_dummy:
-            _record(tokens, forward_context)
+        if batch.records and not layout.is_dummy:
+            _record(batch, forward_context)
         return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered_at)
 
 
-def _record(tokens: TokenBatch, forward_context: ForwardContext) -> None:
+def _record(batch: TokenBatch, forward_context: ForwardContext) -> None:
     """Writes the routes of a pass into the batch's routes. Each rank that shares the packed row gets all its routes."""
-    assert tokens.routes is not None and forward_context.routes is not None
+    assert batch.routes is not None and forward_context.routes is not None
     routes, shards = forward_context.routes, forward_context.shards
     routes = routes if shards is None else shards.whole(routes.view(torch.uint8)).view(torch.int16)  # NCCL: no int16
-    tokens.routes[forward_context.layout.places] = routes.cpu()
+    batch.routes[forward_context.layout.places] = routes.cpu()
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

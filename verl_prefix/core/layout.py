@@ -118,8 +118,8 @@ class Layout:
         """[m] int64: tokens of the packed row that go through lm_head, in ascending order."""
         if self.output_index is None:
             return torch.arange(self.num_strand_tokens, self.num_tokens)
-        _, levels, tokens = self.output_index
-        own: torch.Tensor = tokens[levels == self.level].unique()
+        _, levels, level_tokens = self.output_index
+        own: torch.Tensor = level_tokens[levels == self.level].unique()
         return own
 
     def with_outputs(self, is_read: torch.Tensor) -> "Layout":

@@ -63,12 +63,12 @@ class PlanRunner:
     offload: bool = False
     meter: Meter = field(default_factory=Meter)
 
-    def run(self, tokens: TokenBatch, plan: Plan) -> None:
+    def run(self, batch: TokenBatch, plan: Plan) -> None:
         """Runs all passes of `plan` in order, which must be the same on every rank; needs `step`."""
         assert self.step is not None
         with self.forward.model.grouped_attention():
             for i, planned in enumerate(plan.passes):
-                with self.forwards(tokens, planned, last=i == len(plan.passes) - 1) as forwards:
+                with self.forwards(batch, planned, last=i == len(plan.passes) - 1) as forwards:
                     for layout, outputs in forwards:
                         with self.forward.context():
                             loss = outputs.sum() * 0.0 if layout.is_dummy else self.step(layout, outputs)
@@ -76,7 +76,7 @@ class PlanRunner:
                             self.backward(loss)
 
     @contextmanager
-    def forwards(self, tokens: TokenBatch, planned: Pass, last: bool = True) -> Iterator[Iterator[PassOutputs]]:
+    def forwards(self, batch: TokenBatch, planned: Pass, last: bool = True) -> Iterator[Iterator[PassOutputs]]:
         """Context of one pass, inside `grouped_attention`. Entering runs phase A. Each iteration yields one forward: of
         the packed pass, or of a nested one; phases A and C of nested passes run when the iteration reaches
         them. Leaving runs phase C. `last`: the run has no pass after this one, for `gradient_sync`.
@@ -89,39 +89,39 @@ class PlanRunner:
             RuntimeError: on leaving, where the iterator was not exhausted, as after a break: gradients lack the rest.
         """
         if isinstance(planned, PackedPass):
-            with closing(self._packed(tokens, planned, last)) as packed, annotate_loop_body():
+            with closing(self._packed(batch, planned, last)) as packed, annotate_loop_body():
                 yield packed
                 _check_exhausted(packed)
             return
-        with self._phases_a_and_c(tokens, planned, None, last) as phase_a:
-            nested = closing(self._nested(tokens, planned, phase_a, last))
-            with nested as forwards, annotate_loop_body(), self.meter.between_a_and_c(tokens.input_ids.device):
+        with self._phases_a_and_c(batch, planned, None, last) as phase_a:
+            nested = closing(self._nested(batch, planned, phase_a, last))
+            with nested as forwards, annotate_loop_body(), self.meter.between_a_and_c(batch.input_ids.device):
                 yield forwards
                 _check_exhausted(forwards)
 
     @contextmanager
     def _phases_a_and_c(
-        self, tokens: TokenBatch, planned: PhasedPass, outer: PhaseA | None, last: bool
+        self, batch: TokenBatch, planned: PhasedPass, outer: PhaseA | None, last: bool
     ) -> Iterator[PhaseA]:
         """Context whose entering runs phase A, and whose leaving runs phase C."""
-        device = tokens.input_ids.device
+        device = batch.input_ids.device
         with self.prefix_cache(device) as cache:
-            phase_a = self.phase_a(tokens, planned, cache, outer)
+            phase_a = self.phase_a(batch, planned, cache, outer)
             yield phase_a
             if phase_a.output.requires_grad:
                 with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
                     cache.backward(phase_a.output)
 
     def _packed(
-        self, tokens: TokenBatch, planned: PackedPass, last: bool, outer: PhaseA | None = None, part: str = ""
+        self, batch: TokenBatch, planned: PackedPass, last: bool, outer: PhaseA | None = None, part: str = ""
     ) -> Generator[PassOutputs]:
         """Yields the one forward of a packed pass."""
-        layout = layout_of(planned, tokens, outer)
-        phase = self.meter.phase(planned.phase, planned.groups, tokens.input_ids.device, part)
+        layout = layout_of(planned, batch, outer)
+        phase = self.meter.phase(planned.phase, planned.groups, batch.input_ids.device, part)
         with phase, self.gradient_sync(last):
-            yield self.forward.packed(tokens, layout, outer.caches if outer else ())
+            yield self.forward.packed(batch, layout, outer.caches if outer else ())
 
-    def _nested(self, tokens: TokenBatch, planned: PhasedPass, phase_a: PhaseA, last: bool) -> Generator[PassOutputs]:
+    def _nested(self, batch: TokenBatch, planned: PhasedPass, phase_a: PhaseA, last: bool) -> Generator[PassOutputs]:
         """Yields the forwards of all passes that are nested in the phase A `phase_a`."""
         # Where phase A's output has no gradient, as if only lm_head is trained, there is no phase C. The last backward
         # here may then be the run's last.
@@ -131,10 +131,10 @@ class PlanRunner:
             is_last = last and number == len(planned.nested)
             if isinstance(nested, PackedPass):
                 part = f"wave {number} of {num_waves}" if isinstance(nested, Wave) else ""
-                yield from self._packed(tokens, nested, is_last, phase_a, part)
+                yield from self._packed(batch, nested, is_last, phase_a, part)
             else:
-                with self._phases_a_and_c(tokens, nested, phase_a, is_last) as inner:
-                    yield from self._nested(tokens, nested, inner, is_last)
+                with self._phases_a_and_c(batch, nested, phase_a, is_last) as inner:
+                    yield from self._nested(batch, nested, inner, is_last)
 
     def prefix_cache(self, device: torch.device) -> PrefixCache:
         """A cache for one phased pass, which its context frees."""
@@ -142,13 +142,13 @@ class PlanRunner:
         return OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache()
 
     def phase_a(
-        self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, outer: PhaseA | None = None
+        self, batch: TokenBatch, planned: PhasedPass, cache: PrefixCache, outer: PhaseA | None = None
     ) -> PhaseA:
         """Runs the prefixes of a pass, which `cache` gets."""
-        layout, caches = layout_of(planned, tokens, outer), outer.caches if outer else ()
-        with self.meter.phase(planned.phase, planned.groups, tokens.input_ids.device), cache.saving():
+        layout, caches = layout_of(planned, batch, outer), outer.caches if outer else ()
+        with self.meter.phase(planned.phase, planned.groups, batch.input_ids.device), cache.saving():
             output = self.forward.phase_a(
-                tokens, layout, cache, with_head=planned.reads_strands, offloads=self.offload, outer_caches=caches
+                batch, layout, cache, with_head=planned.reads_strands, offloads=self.offload, outer_caches=caches
             )
         return PhaseA(layout, output, (*caches, cache))
 
@@ -158,7 +158,7 @@ def _check_exhausted(forwards: Generator[PassOutputs]) -> None:
         raise RuntimeError("not all forwards of a pass ran, and gradients lack their rows; go through all of them")
 
 
-def layout_of(planned: Pass, tokens: TokenBatch, outer: PhaseA | None = None) -> Layout:
+def layout_of(planned: Pass, batch: TokenBatch, outer: PhaseA | None = None) -> Layout:
     """The packed row of a packed pass, or of a phase A. The pass may be nested in the phase A `outer`."""
-    layout = build_layout(planned.groups, tokens.offsets, planned.phase, outer.layout if outer else None)
-    return layout if tokens.is_read is None else layout.with_outputs(tokens.is_read)
+    layout = build_layout(planned.groups, batch.offsets, planned.phase, outer.layout if outer else None)
+    return layout if batch.is_read is None else layout.with_outputs(batch.is_read)
