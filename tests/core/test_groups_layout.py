@@ -213,7 +213,7 @@ def keys_read(layout, window, prefix_place):
         keys = torch.full((call.spans.k[-1],), -1)
         if call.own_at is not None:
             keys[call.own_at] = layout.places
-        levels = [*prefix_place.tensor_split(layout.level_starts[1:])]
+        levels = [*prefix_place.tensor_split(layout.source.level_starts[1:])]
         if layout.outer:
             levels[-1] = layout.places
         for prefix in call.prefixes:

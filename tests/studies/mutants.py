@@ -37,7 +37,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
     "attention", "calls", "groups", "layout", "nesting", "offload", "plan", "planning", "prefix_cache", "context",
-    "recurrence", "runner", "runs", "split_group", "states", "trees",
+    "prefix_source", "recurrence", "runner", "runs", "split_group", "states", "trees",
 )  # fmt: skip
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",
@@ -90,7 +90,7 @@ TESTS = {
     "core/runner": "tests/core/test_runner.py tests/core/test_lifetime.py tests/core/test_offload.py "
     f"{DUMMIES} tests/engine/test_engine_equivalence.py::test_lm_head_runs_where_the_loss_reads_alone",
     "core/trees": "tests/core/test_trees.py", "core/nesting": NESTING, "core/plan.py": LAYOUTS,
-    "core/groups": LAYOUTS, "core/runs": LAYOUTS,
+    "core/groups": LAYOUTS, "core/runs": LAYOUTS, "core/prefix_source": LAYOUTS,
     "core/context": "tests/core/test_kernels.py tests/core/test_runner.py",
     "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py",
     "core/planning": f"tests/core/test_groups_layout.py {CUT} {COST}passes_of_a_plan_count_each_token_once "

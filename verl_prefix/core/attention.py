@@ -74,7 +74,7 @@ class GroupedAttention(torch.autograd.Function):
                 dq[at] += dq_call
             for prefix in call.prefixes:
                 grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
-                if prefix.level == layout.level:  # this packed row; other levels have left autograd
+                if prefix.level == layout.source.level:  # this packed row; other levels have left autograd
                     strand_gradients.add(prefix.grad_tokens, *grads)
                 elif ctx.needs_input_grad[-1]:  # of the anchor: is anything before it trained?
                     caches[prefix.level].add_grad(layer, prefix.grad_tokens, *grads)
@@ -96,7 +96,7 @@ class _StrandGradients:
     """
 
     def __init__(self, dk: torch.Tensor, dv: torch.Tensor, layout: Layout, calls: Sequence[Call]) -> None:
-        read = [prefix.grad_tokens for call in calls for prefix in call.prefixes if prefix.level == layout.level]
+        read = [prefix.grad_tokens for call in calls for prefix in call.prefixes if prefix.level == layout.source.level]
         adds_up = len(read) > 1 or any(isinstance(at, torch.Tensor) for at in read)
         wide = torch.promote_types(dk.dtype, torch.float32) if adds_up else dk.dtype
         self._strand_grads = [x[: layout.num_strand_tokens] for x in (dk, dv)]  # strands are its first tokens

@@ -26,16 +26,14 @@ class ForwardContext:
         outer_caches: of the phases A around a nested pass, the outermost first; segments read their paths there.
         keep_attention: under gradient checkpointing, keeps attention outputs until backward. Layers that run again
             then run no attention kernel.
-
-    `PackedForward` sets `shards`, `head_tokens` and `routes` before the model runs.
-
-    Attributes:
         shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
         head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
         routes: [n, layers, k] int16: the experts that each of this rank's tokens goes to in each of the model's layers.
             An entry that names k different experts is used. Any other is filled in: the router chooses, and writes its
             choice there. (On Megatron any entry with a negative number is filled in.) None: routers choose, and
             nothing is written.
+
+    Attributes:
         kept: attention outputs that wait for backward; None: they are not kept.
         num_calls: number of calls of `attend`, and of recurrent layers, which these count themselves
             (`models.recurrent`). Compared before and after a forward, it shows a model that bypasses them.
@@ -48,14 +46,17 @@ class ForwardContext:
         own_cache: PrefixCache | None = None,
         outer_caches: Sequence[PrefixCache] = (),
         keep_attention: bool = False,
+        shards: Shards | None = None,
+        head_tokens: torch.Tensor | None = None,
+        routes: torch.Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.kernel = kernel
         self.own_cache = own_cache
         self.outer_caches = tuple(outer_caches)
-        self.shards: Shards | None = None
-        self.head_tokens: torch.Tensor | None = None
-        self.routes: torch.Tensor | None = None
+        self.shards = shards
+        self.head_tokens = head_tokens
+        self.routes = routes
         self.kept: Kept | None = {} if keep_attention else None
         self.num_calls = 0
         self._layers_run: set[int] = set()

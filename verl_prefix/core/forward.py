@@ -129,30 +129,23 @@ class PackedForward:
             [m, k], where the backward of phase C starts: outputs of the strand tokens that rows read; if rows read
             none, one output of the last token; on an early stage of a pipeline, hidden states.
         """
-        forward_context = self._forward_context(layout, outer_caches, self.keep_attention and not offloads, cache)
         head_tokens = torch.tensor([layout.num_tokens - 1])
         of_logits: LogitsFn | None = _sum_logits if with_head else None
         if layout.output_index is not None:
             head_tokens, of_logits = layout.head_tokens, self.of_logits
         with self.context():
-            result = self._run(batch, head_tokens, forward_context, of_logits)
+            keeps = self.keep_attention and not offloads
+            result = self._run(batch, layout, head_tokens, of_logits, outer_caches, keeps, own_cache=cache)
             if layout.output_index is None or self.model.is_early_stage:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
     def packed(self, batch: TokenBatch, layout: Layout, outer_caches: Sequence[PrefixCache]) -> PassOutputs:
         """The forward of a packed pass; `outer_caches` are those of the phases A around it, the outermost first."""
-        forward_context = self._forward_context(layout, outer_caches, self.keep_attention)
         with self.context():
             of_logits = _sum_logits if layout.is_dummy else self.of_logits
-            outputs = self._run(batch, layout.head_tokens, forward_context, of_logits)
+            outputs = self._run(batch, layout, layout.head_tokens, of_logits, outer_caches, self.keep_attention)
             return PassOutputs(layout, self._gather_outputs(outputs, layout, outer_caches))
-
-    def _forward_context(
-        self, layout: Layout, outer_caches: Sequence[PrefixCache], keeps: bool, own_cache: PrefixCache | None = None
-    ) -> ForwardContext:
-        keeps = keeps and torch.is_grad_enabled()  # for backward
-        return self.context_type(layout, self.kernel, own_cache, outer_caches, keeps)
 
     def _gather_outputs(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
@@ -178,26 +171,32 @@ class PackedForward:
         return read
 
     def _run(
-        self, batch: TokenBatch, head_tokens: torch.Tensor, forward_context: ForwardContext, of_logits: LogitsFn | None
-    ) -> torch.Tensor:
-        """Runs the model on a packed row; returns outputs of `head_tokens` as of `Model.token_outputs`."""
-        device, layout = batch.input_ids.device, forward_context.layout
-        places, shards = layout.places, None
+        self, batch: TokenBatch, layout: Layout, head_tokens: torch.Tensor, of_logits: LogitsFn | None,
+        outer_caches: Sequence[PrefixCache], keeps: bool, own_cache: PrefixCache | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Runs the model on a packed row; returns outputs of `head_tokens` as of `Model.token_outputs`.
+
+        Args:
+            keeps: attention outputs are kept where a backward follows.
+        """
+        device, places, shards, tokens = batch.input_ids.device, layout.places, None, None
         local_head_tokens = head_tokens
         if self.sequence_group is not None:
-            shards = forward_context.shards = Shards(self.sequence_group, layout, device)
-            places = layout.places[shards.local_tokens]
+            shards = Shards(self.sequence_group, layout, device)
+            tokens, places = shards.local_tokens, layout.places[shards.local_tokens]
             local_head_tokens, gathered_at = shards.spread_head(head_tokens)
-        if batch.routes is not None:
-            forward_context.routes = on_device(batch.routes[places], device)
+        routes = None if batch.routes is None else on_device(batch.routes[places], device)
         places, local_head_tokens = on_device(places, device), on_device(local_head_tokens, device)
-        forward_context.head_tokens = local_head_tokens
+        forward_context = self.context_type(
+            layout, self.kernel, own_cache, outer_caches, keeps and torch.is_grad_enabled(),
+            shards=shards, head_tokens=local_head_tokens, routes=routes,
+        )  # fmt: skip
         head_places = places[local_head_tokens]
         of_head: HeadFn | None = of_logits and (lambda which, logits: of_logits(head_places[which], logits))
-        pixels = batch.pixels and batch.pixels.of(layout.groups, device, shards.local_tokens if shards else None)
         result = self.model.token_outputs(
             batch.input_ids[places], batch.position_ids[..., places], head_tokens=local_head_tokens,
-            forward_context=forward_context, of_head=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
+            forward_context=forward_context, of_head=of_head, logits_chunk=self.logits_chunk,
+            pixels=batch.pixels.of(layout.groups, device, tokens) if batch.pixels else {},
         )  # fmt: skip
         if batch.records and not layout.is_dummy:
             _record(batch, forward_context)

@@ -8,22 +8,21 @@ A packed row knows the place of each of its tokens in the batch. So tokens keep 
 where they belong. In groups of one prompt, cross calls read slices of the prefixes, and no key or value is copied.
 In deeper trees, and where a window cuts a path, keys are copied.
 
-Where passes nest, segments read strands of the packed rows around theirs as well. The prefix source is then all these
-strands, level by level: those of the outermost packed row first, the packed row's own strands last. Cross calls read
-one level each.
+Where passes nest, segments read strands of the packed rows around theirs as well (`prefix_source`). A cross call reads
+those of one packed row.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from verl_prefix.core.calls import AttentionParams, Call, built_once, calls_of
-from verl_prefix.core.groups import Fork, Group
+from verl_prefix.core.groups import Group
 from verl_prefix.core.output_index import OutputIndex, RowReads, index_outputs
+from verl_prefix.core.prefix_source import PrefixSource, first_place
 from verl_prefix.core.runs import Path, Segment, end_of, ranges
 from verl_prefix.core.states import StateIndex
 
@@ -36,13 +35,11 @@ Phase = Literal["packed", "phase_a", "phase_b"]
 class Layout:
     """One packed row of T tokens.
 
-    Paths count tokens of the prefix source: the strands of the packed rows around this packed row, then its own.
-
     Attributes:
         places: [T] int64, where each token stands in the batch's flat values.
         segments: the strands, then the suffixes.
         groups: the groups of which it computes strands, suffixes or both; none in a dummy.
-        strand_starts: place in the batch of each strand's first token -> that token's number in the prefix source.
+        source: the prefix source, by whose tokens paths count.
         output_index: the outputs that rows read; None: those of all its suffix tokens, of which a phase A has none.
         state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
             segments continue them, in the order of their ends.
@@ -54,7 +51,7 @@ class Layout:
     places: torch.Tensor
     segments: tuple[Segment, ...]
     groups: tuple[Group, ...] = ()
-    strand_starts: Mapping[int, int] = field(default_factory=dict)
+    source: PrefixSource = PrefixSource()
     output_index: OutputIndex | None = None
     state_paths: tuple[Path, ...] = ()
     outer: "Layout | None" = None
@@ -86,27 +83,12 @@ class Layout:
         and itself."""
         return (*(self.outer.levels if self.outer else ()), self)
 
-    @property
-    def level(self) -> int:
-        """The level of this packed row itself, which is the last one."""
-        return len(self.level_starts) - 1
-
-    @functools.cached_property
-    def level_starts(self) -> tuple[int, ...]:
-        """The first token of each level in the prefix source."""
-        return tuple(accumulate((level.num_strand_tokens for level in self.levels[:-1]), initial=0))
-
-    @property
-    def own_start(self) -> int:
-        """Where this packed row's own strands begin in the prefix source."""
-        return self.level_starts[-1]
-
     @functools.cached_property
     def states(self) -> StateIndex:
         """The states that recurrent layers leave in this packed row, and the states that its segments start from."""
         strands, suffixes = self.segments[: self.num_strands], self.segments[self.num_strands :]
         outer_states = [level.states for level in self.levels[:-1]]
-        return StateIndex(strands, suffixes, self.own_start, self.state_paths, outer_states)
+        return StateIndex(strands, suffixes, self.source.own_start, self.state_paths, outer_states)
 
     @property
     def output_places(self) -> torch.Tensor:
@@ -119,7 +101,7 @@ class Layout:
         if self.output_index is None:
             return torch.arange(self.num_strand_tokens, self.num_tokens)
         _, levels, level_tokens = self.output_index
-        own: torch.Tensor = level_tokens[levels == self.level].unique()
+        own: torch.Tensor = level_tokens[levels == self.source.level].unique()
         return own
 
     def with_outputs(self, is_read: torch.Tensor) -> "Layout":
@@ -130,13 +112,13 @@ class Layout:
             tokens = torch.arange(self.num_strand_tokens, self.num_tokens)
             if self.is_dummy or not len(tokens):
                 return self
-            index = OutputIndex(self.places[tokens], torch.full_like(tokens, self.level), tokens)
-        return replace(self, output_index=index.only(is_read, self.level))
+            index = OutputIndex(self.places[tokens], torch.full_like(tokens, self.source.level), tokens)
+        return replace(self, output_index=index.only(is_read, self.source.level))
 
     def calls(self, params: AttentionParams, device: torch.device) -> tuple[Call, ...]:
         """A layer's kernel calls, the first over all queries; built once for all layers of the same `params`."""
         if (params, device) not in self._calls:
-            self._calls[params, device] = tuple(calls_of(self.segments, params, device, self.level_starts))
+            self._calls[params, device] = tuple(calls_of(self.segments, params, device, self.source.level_starts))
         return self._calls[params, device]
 
 
@@ -152,17 +134,12 @@ def build_layout(
         outer: of a nested pass, the packed row of the phase A around it; it and those around it have the outer strands
             of these groups.
     """
-    strand_starts = dict(outer.strand_starts) if outer else {}
-    own_start = end = outer.own_start + outer.num_strand_tokens if outer else 0
+    source = PrefixSource.of(groups, offsets, outer.source if outer else None)
     strands, suffixes, rows = [], [], []
     for group in groups:
-        places = [int(offsets[strand.row]) + strand.start for strand in group.strands]
-        own = [*zip(places, group.strands, strict=True)][group.num_outer :]
-        for place, strand in own:
-            strand_starts[place] = end
-            end += strand.end - strand.start
-        paths = _paths(group, [strand_starts[place] for place in places])
-        for place, strand in own:
+        paths = source.paths(group, offsets)
+        for strand in group.strands[group.num_outer :]:
+            place = first_place(strand, offsets)
             strands.append((place, Segment(strand.end - strand.start, paths[strand.fork])))
         columns = zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, group.output_lens, strict=True)
         for row, fork, suffix_len, first_output, num_outputs in columns:
@@ -173,32 +150,17 @@ def build_layout(
     computed = [*strands, *(suffixes if phase != "phase_a" else ())]
     if not computed:
         first_token = torch.zeros(1, dtype=torch.int64)
-        return Layout(first_token, (Segment(1),), strand_starts=strand_starts, outer=outer, phase=phase)
-    state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > own_start}
+        return Layout(first_token, (Segment(1),), source=source, outer=outer, phase=phase)
+    state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > source.own_start}
     layout = Layout(
         places=ranges([(place, segment.length) for place, segment in computed]),
         segments=tuple(segment for _, segment in computed),
         groups=tuple(groups),
-        strand_starts=strand_starts,
+        source=source,
         state_paths=tuple(sorted(state_paths, key=end_of)),
         outer=outer,
         num_strands=len(strands),
         phase=phase,
     )
-    index = index_outputs(rows, layout.level_starts, layout.num_strand_tokens, has_suffixes=phase != "phase_a")
+    index = index_outputs(rows, source.level_starts, layout.num_strand_tokens, has_suffixes=phase != "phase_a")
     return replace(layout, output_index=index)
-
-
-def _paths(group: Group, starts: Sequence[int]) -> dict[Fork, Path]:
-    """The path before each fork, also of strands, of a group whose strands begin at tokens `starts` of the prefix
-    source."""
-    paths = {}
-    for fork in {*group.forks, *(strand.fork for strand in group.strands)}:
-        path: list[tuple[int, int]] = []
-        for strand, begin, end in group.strands_before(fork):
-            length = end - begin
-            if path and starts[strand] + length == path[-1][0]:  # the next strand begins where this one ends: one run
-                length += path.pop()[1]
-            path.append((starts[strand], length))
-        paths[fork] = tuple(reversed(path))
-    return paths

@@ -80,7 +80,7 @@ def _scan_strands(
     """
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
-    first = layout.own_start
+    first = layout.source.own_start
     if inherited is not None:
         states = {end_of(strand.path): state for strand, state in zip(layout.segments, inherited, strict=False)}
     for runs, spans in layout.states.rounds:
@@ -117,7 +117,7 @@ def shared_conv(
     of_segments = x.split(lens)
     before = [x.new_zeros(tail_len, x.shape[-1])] * len(of_segments)
     for i, strand in enumerate(layout.segments[:num_strands]):
-        if end_of(strand.path) > layout.own_start:
+        if end_of(strand.path) > layout.source.own_start:
             assert tails is not None
             before[i] = tails[layout.states.numbers[end_of(strand.path)]]
         elif strand.path:

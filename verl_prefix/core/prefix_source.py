@@ -1,0 +1,69 @@
+"""The prefix source: all strands of which the segments of a packed row may read, one after the other, as if they were
+one long prefix. First come those of the packed rows around it, level by level, the outermost first; then its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from verl_prefix.core.groups import Fork, Group, Strand
+from verl_prefix.core.runs import Path
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixSource:
+    """Where each strand stands.
+
+    Attributes:
+        bounds: the first token of each level, and the end of the last one, which is the packed row's own.
+        strand_starts: place in the batch of each strand's first token -> that token's number here.
+    """
+
+    bounds: tuple[int, ...] = (0, 0)
+    strand_starts: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], offsets: Sequence[int], outer: "PrefixSource | None") -> "PrefixSource":
+        """The source of a packed row of `groups`.
+
+        Args:
+            offsets: first token of each row in the batch's flat values.
+            outer: of the packed row around it.
+        """
+        starts, bounds = (dict(outer.strand_starts), outer.bounds) if outer else ({}, (0,))
+        end = bounds[-1]
+        for strand in (strand for group in groups for strand in group.strands[group.num_outer :]):
+            starts[first_place(strand, offsets)] = end
+            end += strand.end - strand.start
+        return cls((*bounds, end), starts)
+
+    @property
+    def level_starts(self) -> tuple[int, ...]:
+        return self.bounds[:-1]
+
+    @property
+    def level(self) -> int:
+        """The packed row's own level, which is the last one."""
+        return len(self.level_starts) - 1
+
+    @property
+    def own_start(self) -> int:
+        """Where the packed row's own strands begin."""
+        return self.level_starts[-1]
+
+    def paths(self, group: Group, offsets: Sequence[int]) -> dict[Fork, Path]:
+        """The path before each fork of a group, also before the forks of its strands."""
+        starts = [self.strand_starts[first_place(strand, offsets)] for strand in group.strands]
+        paths = {}
+        for fork in {*group.forks, *(strand.fork for strand in group.strands)}:
+            path: list[tuple[int, int]] = []
+            for strand, begin, end in group.strands_before(fork):
+                length = end - begin
+                if path and starts[strand] + length == path[-1][0]:  # the next strand begins where this ends: one run
+                    length += path.pop()[1]
+                path.append((starts[strand], length))
+            paths[fork] = tuple(reversed(path))
+        return paths
+
+
+def first_place(strand: Strand, offsets: Sequence[int]) -> int:
+    """The place in the batch of a strand's first token, which names the strand in all packed rows."""
+    return int(offsets[strand.row]) + strand.start
