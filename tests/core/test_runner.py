@@ -7,6 +7,7 @@ Kernels: torch's CPU flash attention and the dense reference. Does not exercise 
 
 import dataclasses
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from verl_prefix.core import forward, groups, layout, planning, prefix_cache
 from verl_prefix.core import runner as core_runner
+from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.kernels import merge as merging
@@ -235,6 +237,49 @@ def test_the_usage_of_the_readme_equals_repeated_prefix():
         return [log_probs[start + len(prompt) : end] for prompt, start, end in ends]
 
     truth = measure(model, lambda: run_stock(model, rollouts))
+    assert max(errors(measure(model, ours), truth).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("schedule", ["packed", "phased"])
+def test_the_model_of_the_readme_equals_rows_alone(schedule):
+    """The class in verl_prefix/core/README.md, by a plan, and row by row with torch's own causal attention."""
+    lines = (Path(core_runner.__file__).parent / "README.md").read_text().split("```python\n")[2].split("```")[0]
+    names = {"torch": torch, "nullcontext": nullcontext, "AttentionParams": AttentionParams}
+    exec(lines, names)
+    model, rollouts = names["OneLayer"](97, 4, 16).double(), random_rollouts(SHAPE, 97)
+    tokens, weights, made = flatten(rollouts, torch.device("cpu"))
+    log_probs = torch.zeros(len(weights), dtype=torch.float64)
+
+    class Alone:
+        def attend(self, layer, q, k, v, sinks, params):
+            heads_first = (x.transpose(0, 1) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, scale=params.scale)
+            return out.transpose(0, 1)
+
+    def row_by_row():
+        found = []
+        for prompt, response, weight in zip(rollouts.prompts, rollouts.responses, rollouts.weights, strict=True):
+            ids, read = torch.cat([prompt, response]), torch.arange(len(response)) + len(prompt) - 1
+            logits = model.token_outputs(ids, None, read, Alone(), lambda which, logits: logits, 0, {})
+            row = logits.log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
+            (row * weight).sum().backward()
+            found.append(row.detach())
+        return found
+
+    def of_logits(places, logits):
+        return logits.log_softmax(-1).gather(-1, tokens.input_ids[places + 1].unsqueeze(-1))
+
+    def step(layout, outputs):
+        log_probs[layout.output_places + 1] = outputs[:, 0].detach()
+        return (outputs[:, 0] * weights[layout.output_places + 1]).sum()
+
+    def ours():
+        runner = PlanRunner(PackedForward(model, of_logits), step, torch.Tensor.backward)
+        runner.run(tokens, planning.make_plan(made, 10**6, schedule, wave_tokens=12))
+        ends = zip(rollouts.prompts, tokens.offsets, tokens.offsets[1:], strict=False)
+        return [log_probs[start + len(prompt) : end] for prompt, start, end in ends]
+
+    truth = measure(model, row_by_row)
     assert max(errors(measure(model, ours), truth).values()) < TOLERANCE
 
 

@@ -10,9 +10,9 @@ def gradients_of_the_outermost_dropped(patch):
     backward = attention.GroupedAttention.backward
 
     def dropped(ctx, dout):
-        layout, kernel, params, caches, layer = ctx.args
+        caches = ctx.layer_calls.caches
         if len(caches) > 1:
-            ctx.args = layout, kernel, params, (_Deaf(caches[0]), *caches[1:]), layer
+            ctx.layer_calls = ctx.layer_calls._replace(caches=(_Deaf(caches[0]), *caches[1:]))
         return backward(ctx, dout)
 
     patch.setattr(attention.GroupedAttention, "backward", staticmethod(dropped))

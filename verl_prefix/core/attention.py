@@ -7,7 +7,7 @@ backward each call gets the merged out and lse, and so returns its own keys' exa
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,20 +21,31 @@ from verl_prefix.core.prefix_cache import PrefixCache, add_at
 Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
+class LayerCalls(NamedTuple):
+    """A layer's calls in one forward: of the packed row `layout` with `params`, by `kernel`. They read keys of `caches`
+    of the phases A around, the outermost first, and of the packed row itself."""
+
+    layout: Layout
+    kernel: Kernel
+    params: AttentionParams
+    caches: Sequence[PrefixCache]
+    layer: int
+
+
 class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
-    Prefix keys come from `caches`, or are the packed row's own. Gradients of keys from `caches` go to the grad caches
-    instead of through autograd; `anchor` is `anchors[layer]` of the innermost cache. A sink (gpt-oss) is one more score
-    per head, without a value: it joins the log-sum-exp.
+    Gradients of keys from caches go to the grad caches instead of through autograd; `anchor` is `anchors[layer]` of the
+    innermost cache. A sink (gpt-oss) is one more score per head, without a value: it joins the log-sum-exp. `kept` has
+    the results of attention that gradient checkpointing runs again.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        layout: Layout, kernel: Kernel, params: AttentionParams, caches: Sequence[PrefixCache], layer: int,
-        kept: Kept | None, anchor: torch.Tensor | None,
+        anchor: torch.Tensor | None, layer_calls: LayerCalls, kept: Kept | None,
     ) -> torch.Tensor:  # fmt: skip
+        layout, kernel, params, caches, layer = layer_calls
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
         else:
@@ -54,13 +65,14 @@ class GroupedAttention(torch.autograd.Function):
             if kept is not None:
                 kept[layer] = out.detach(), lse
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.args = layout, kernel, params, caches, layer
+        ctx.layer_calls = layer_calls
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        layout, kernel, params, caches, layer = ctx.args
+        layout, kernel, params, caches, layer = ctx.layer_calls
+        trains_prefix = ctx.needs_input_grad[4]  # of the anchor
         calls = layout.calls(params, q.device)
         all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
         dout = dout.contiguous()
@@ -76,14 +88,14 @@ class GroupedAttention(torch.autograd.Function):
                 grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
                 if prefix.level == layout.source.level:  # this packed row; other levels have left autograd
                     strand_gradients.add(prefix.grad_tokens, *grads)
-                elif ctx.needs_input_grad[-1]:  # of the anchor: is anything before it trained?
+                elif trains_prefix:
                     caches[prefix.level].add_grad(layer, prefix.grad_tokens, *grads)
         strand_gradients.write_back()
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
             dsinks = -(share * (dout * out).sum(-1, dtype=lse.dtype).transpose(0, 1)).sum(-1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None, None, None, None, None, None
+        return dq, dk, dv, dsinks, None, None, None
 
 
 class _StrandGradients:

@@ -25,7 +25,7 @@ def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -
     return bins
 
 
-def in_order(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
+def _in_order(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
     """As `first_fit`, but neighbours stay together where that takes no more bins."""
     bins: list[list[Item]] = []
     used = 0
@@ -41,9 +41,9 @@ def in_order(items: Sequence[Item], size: Callable[[Item], int], budget: int) ->
 
 
 def even_bins(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
-    """As many bins as `in_order` needs, each with a smaller budget where that is enough."""
-    bins = in_order(items, size, budget)
+    """As many bins as packing in order needs, each with a smaller budget where that is enough."""
+    bins = _in_order(items, size, budget)
     even = -(-sum(map(size, items)) // max(len(bins), 1))
     budgets = (even + (budget - even) * i // 4 for i in range(4 if even < budget else 0))
-    tried = (in_order(items, size, less) for less in budgets)
+    tried = (_in_order(items, size, less) for less in budgets)
     return next((found for found in tried if len(found) <= len(bins)), bins)

@@ -2,8 +2,8 @@
 
 In the causal call every segment reads itself. In cross calls segments read the prefix tokens before them, level by
 level: neighbours with the same path are one block. Keys of a cross call are copied unless they are one run of tokens.
-Under a window, a segment that does not fit it together with its path reads the path's last `window - 1` tokens in the
-causal call, and is in no cross call.
+Where a path and its segment together are longer than a sliding window, the segment is in no cross call. Instead the
+last `window - 1` tokens of its path are copied before it in the causal call.
 """
 
 import functools

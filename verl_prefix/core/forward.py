@@ -115,14 +115,13 @@ class PackedForward:
     sequence_group: dist.ProcessGroup | None = None
 
     def phase_a(
-        self, batch: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, offloads: bool,
+        self, batch: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool,
         outer_caches: Sequence[PrefixCache],
     ) -> torch.Tensor:  # fmt: skip
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
         Args:
             with_head: rows of this or another rank read outputs of strands, so lm_head runs on every rank.
-            offloads: prefixes wait in host memory; attention outputs are not kept then.
             outer_caches: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
@@ -134,7 +133,7 @@ class PackedForward:
         if layout.output_index is not None:
             head_tokens, of_logits = layout.head_tokens, self.of_logits
         with self.context():
-            keeps = self.keep_attention and not offloads
+            keeps = self.keep_attention and cache.keeps_attention
             result = self._run(batch, layout, head_tokens, of_logits, outer_caches, keeps, own_cache=cache)
             if layout.output_index is None or self.model.is_early_stage:
                 return result

@@ -108,11 +108,16 @@ class Group:
     @property
     def num_own_strand_outputs(self) -> int:
         """Number of tokens of the group's own strands whose outputs rows read. A token counts once."""
-        read: dict[int, set[int]] = {}
+        read = set[tuple[int, int, int]]()  # strand, first token, end
         for fork, first in zip(self.forks, self.first_outputs, strict=True):
-            for strand, start, end in self.strands_before(fork) if fork.start > first else ():
-                read.setdefault(strand, set()).update(range(max(start, first), end))
-        return sum(len(tokens) for strand, tokens in read.items() if strand >= self.num_outer)
+            before = self.strands_before(fork) if fork.start > first else ()
+            read |= {(strand, max(start, first), end) for strand, start, end in before if strand >= self.num_outer}
+        count, last, counted = 0, -1, 0  # of strand `last`, tokens up to `counted`
+        for strand, start, end in sorted(read):
+            counted = start if strand != last else max(start, counted)
+            count += max(end - counted, 0)
+            last, counted = strand, max(end, counted)
+        return count
 
     @property
     def num_suffix_tokens(self) -> int:
@@ -138,8 +143,8 @@ class Group:
             number, end = strand.fork
 
     def units(self) -> Iterator[tuple[int, int]]:
-        """Yields (start, end) of each part of `rows` that is never cut: rows without a suffix, and after them one row
-        with a suffix. Rows after the last suffix belong to the last unit."""
+        """Yields (start, end) of each part of `rows` that stays together: a row with a suffix, and before it the rows
+        without one that lie in its path. Rows after the last suffix belong to the last unit."""
         start = 0
         last = max((i for i, n in enumerate(self.suffix_lens) if n), default=-1)
         for i, suffix_len in enumerate(self.suffix_lens):

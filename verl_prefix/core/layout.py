@@ -41,8 +41,8 @@ class Layout:
         groups: the groups of which it computes strands, suffixes or both; none in a dummy.
         source: the prefix source, by whose tokens paths count.
         output_index: the outputs that rows read; None: those of all its suffix tokens, of which a phase A has none.
-        state_paths: paths that end in this packed row's strands and after which a recurrent layer leaves a state, since
-            segments continue them, in the order of their ends.
+        state_paths: paths that end in this packed row's strands and that some segment continues, in the order of their
+            ends. A recurrent layer leaves a state after each.
         outer: of a nested pass, the packed row of the phase A around it; None: nothing is around it.
         num_strands: how many of the first segments are strands.
         phase: which forward it is for; the same on every rank, also where this rank has a dummy.

@@ -79,16 +79,14 @@ class _Way(NamedTuple):
         forwards: number of its forwards, each phase A and each packed pass.
         phase_a: numbers of the stretches that phase A computes.
         inner: stretches after these that need a phase A of their own, each with its way.
-        leaves: what packed passes compute.
-        room: tokens that one of these packed passes may have.
+        bins: what each packed pass computes.
     """
 
     peak: int
     forwards: int
     phase_a: frozenset[int]
     inner: "tuple[tuple[int, _Way], ...]"
-    leaves: tuple[_Load, ...]
-    room: int
+    bins: Sequence[Sequence[_Load]]
 
 
 class Nesting:
@@ -118,9 +116,9 @@ class Nesting:
                 self._subtrees[number] = _Load(stretch.length + sum(load.tokens for load in after), rows)
 
     def better_than(self, tokens: int, alive: int, forwards: int) -> PhasedPass | None:
-        """The pass of the whole group by the best way, if it computes fewer than `tokens` tokens; or as many, with less
-        alive at once beyond the budget than `alive`, or in fewer than `forwards` forwards. Else None, as for a tree
-        that cannot be nested (`_read_stretches`)."""
+        """The pass of the whole group by the best way, if that is better than the pieces, compared by tokens computed,
+        then tokens alive at once beyond the budget, then forwards. Else None, as for a tree that cannot be nested
+        (`_read_stretches`)."""
         way = self._best() if self._can_nest else None
         if way is None:
             return None
@@ -133,7 +131,8 @@ class Nesting:
 
         def way(number: int) -> _Way:
             stretch = self._stretches[number]
-            return _Way(0, 0, frozenset((number,)), tuple((i, way(i)) for i in stretch.next), tuple(stretch.units), 1)
+            inner = tuple((i, way(i)) for i in stretch.next)
+            return _Way(0, 0, frozenset((number,)), inner, [[unit] for unit in stretch.units])
 
         return self._pass(self._group, way(0)) if self._can_nest else None
 
@@ -249,10 +248,10 @@ class Nesting:
         fit = [i for i in choice.next if self._subtrees[i].tokens <= room]
         inner = tuple((i, best[i, alive]) for i in self._needing_phase_a(choice, alive))
 
-        def way(passes: int, largest: int, leaves: Sequence[_Load] = ()) -> _Way:
+        def way(passes: int, largest: int, bins: Sequence[Sequence[_Load]] = ()) -> _Way:
             peak = max([choice.tokens, alive + largest, *(each.peak for _, each in inner)])
             forwards = 1 + passes + sum(each.forwards for _, each in inner)
-            return _Way(peak, forwards, choice.stretches, inner, tuple(leaves), room)
+            return _Way(peak, forwards, choice.stretches, inner, bins)
 
         if than is not None and choice.longest_unit <= room:  # else a pass may have more than the room
             # Bins take long to make. There are no fewer than this, and the largest of as few has an even share.
@@ -262,7 +261,7 @@ class Nesting:
                 return than
         leaves = sorted([*choice.units, *(self._subtrees[i] for i in fit)], key=lambda leaf: leaf.rows)
         bins = even_bins(leaves, lambda leaf: leaf.tokens, room)
-        found = way(len(bins), max((sum(leaf.tokens for leaf in each) for each in bins), default=0), leaves)
+        found = way(len(bins), max((sum(leaf.tokens for leaf in each) for each in bins), default=0), bins)
         return found if than is None else min(than, found, key=self._cost)
 
     def _cost(self, way: _Way) -> tuple[int, int, int]:
@@ -287,8 +286,7 @@ class Nesting:
             rows = {self._group.rows[i] for i in members}
             return split.nested_pass([i for i, row in enumerate(group.rows) if row in rows])
 
-        bins = even_bins(way.leaves, lambda leaf: leaf.tokens, way.room)
-        in_bins = [nested([row for leaf in each for row in leaf.rows]) for each in bins]
+        in_bins = [nested([row for leaf in each for row in leaf.rows]) for each in way.bins]
         packed = [PackedPass((each,)) if each.num_own_strand_tokens else Wave((each,)) for each in in_bins]
         phased = [self._pass(nested(self._subtrees[number].rows), inner) for number, inner in way.inner]
         of_phase_a = split.phase_a()

@@ -210,6 +210,8 @@ class OffloadedPrefixCache(PrefixCache):
             "host_bytes" of all that waits.
     """
 
+    keeps_attention = False
+
     def __init__(self, device: torch.device, counts: Counter[str]) -> None:
         super().__init__()
         self.device = device

@@ -48,7 +48,7 @@ def make_plan(
         wave_tokens: the most suffix tokens of one wave. Waves are smaller where prefixes, whose graph stays alive,
             leave less of the budget. None: what prefixes leave.
         offload: prefixes wait in host memory during the waves, and do not count.
-        least_wave: tokens that a wave may always have, whatever prefixes leave.
+        least_wave: tokens that a wave may always have, whatever prefixes leave; not in passes that nest others.
         nests: a group may become nested passes, where these compute fewer tokens than its pieces; or as many, and they
             fit the budget better or are fewer forwards. False on a pipeline of several stages, which runs phases A
             apart.

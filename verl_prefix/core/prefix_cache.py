@@ -30,6 +30,8 @@ class PrefixCache:
             (`core.offload`).
     """
 
+    keeps_attention = True  # until phase C, for gradient checkpointing
+
     def __init__(self) -> None:
         self._stored: MutableMapping[LayerKey, Tensors] = {}  # of `core.offload`: shelves
         self._grad: MutableMapping[LayerKey, Tensors] = {}

@@ -123,8 +123,8 @@ class PlanRunner:
 
     def _nested(self, batch: TokenBatch, planned: PhasedPass, phase_a: PhaseA, last: bool) -> Generator[PassOutputs]:
         """Yields the forwards of all passes that are nested in the phase A `phase_a`."""
-        # Where phase A's output has no gradient, as if only lm_head is trained, there is no phase C. The last backward
-        # here may then be the run's last.
+        # Where phase A's output has no gradient, for example when only lm_head is trained, there is no phase C. The
+        # last backward here may then be the run's last.
         last = last and not phase_a.output.requires_grad
         num_waves = len(planned.waves)
         for number, nested in enumerate(planned.nested, start=1):
@@ -147,9 +147,7 @@ class PlanRunner:
         """Runs the prefixes of a pass, which `cache` gets."""
         layout, caches = layout_of(planned, batch, outer), outer.caches if outer else ()
         with self.meter.phase(planned.phase, planned.groups, batch.input_ids.device), cache.saving():
-            output = self.forward.phase_a(
-                batch, layout, cache, with_head=planned.reads_strands, offloads=self.offload, outer_caches=caches
-            )
+            output = self.forward.phase_a(batch, layout, cache, with_head=planned.reads_strands, outer_caches=caches)
         return PhaseA(layout, output, (*caches, cache))
 
 

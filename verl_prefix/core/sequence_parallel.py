@@ -31,8 +31,8 @@ class Shards:
 
     Attributes:
         size, rank: n, and which of the group's ranks this one is.
-        tokens: [t] int64, this rank's tokens of the packed row. Slices are padded with token 0, whose result nobody
-            reads.
+        local_tokens: [t] int64, this rank's tokens of the packed row. Slices are padded with token 0, whose result
+            nobody reads.
     """
 
     def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> None:

@@ -6,8 +6,9 @@ import torch
 
 
 def is_deterministic() -> bool:
-    """Whether backward must give the same bits each time: by torch's mode, or by the variable that transformers reads
-    for its own calls of flash-attn (modeling_flash_attention_utils.py), and that verl hands on to workers."""
+    """Whether a kernel's backward must give the same bits each time: by torch's mode, or by the variable that
+    transformers reads for its own calls of flash-attn (modeling_flash_attention_utils.py), and that verl hands on to
+    workers. Sums over rows that share a token (`prefix_cache.add_at`) heed torch's mode alone."""
     return torch.are_deterministic_algorithms_enabled() or os.getenv("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
 
 
