@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -21,46 +21,60 @@ logger = logging.getLogger(__name__)
 
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
-CRITIC_LOSS = "values"  # what stands for the mode of a critic's loss
+
+class LossKind(NamedTuple):
+    """What is known of a loss function.
+
+    Attributes:
+        fields: of a batch, besides tokens, those that outputs and loss are made of, so that a NaN in one reaches the
+            loss; None: all.
+        sums_rows: whether it is one of `LOSSES_OF_ROWS`, or a critic's. They sum over rows, and read only tokens whose
+            response_mask is 1.
+        of_values: whether it is a critic's.
+        distills: whether it is distillation_ppo_loss, which verl also calls with logits (as `processor`).
+        needs_a_token: whether it raises where no token counts.
+    """
+
+    fields: Set[str] | None
+    sums_rows: bool = False
+    of_values: bool = False
+    distills: bool = False
+    needs_a_token: bool = False
 
 
-def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
-    """Returns the `loss_mode` of a loss of verl that is a sum over rows, and `CRITIC_LOSS` for a critic's; None for any
-    other loss, even under verl's name. verl's losses of distillation are sums over tokens, and so over rows."""
-    if not isinstance(loss, functools.partial) or "config" not in loss.keywords:
-        return None
-    if loss.func is value_loss:  # of every token by itself, summed by agg_loss
-        return CRITIC_LOSS
-    if loss.func not in (ppo_loss, distillation_ppo_loss):
-        return None
-    mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
-    parts = [(get_policy_loss_fn(mode), get_policy_loss_fn)]
-    if loss.func is distillation_ppo_loss:
-        of_tokens = loss.keywords["distillation_config"].distillation_loss.loss_mode
-        parts.append((get_distillation_loss_fn(of_tokens), get_distillation_loss_fn))
-    is_verls = all(part.__module__ == verls.__module__ for part, verls in parts)
-    return mode if mode in LOSSES_OF_ROWS and is_verls else None
+def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind:
+    """Finds what is known of a loss; little, unless it is verl's own and a sum over rows. verl's losses of distillation
+    are sums over tokens, and so over rows. `fields`: what a loss reads that is not verl's.
 
-
-def fields_read(function: LossFunction | None, mode: str | None, fields: Set[str] | None) -> Set[str] | None:
-    """Fields of a batch, besides tokens, that outputs and loss are made of, so that a NaN in one reaches the loss;
-    None: all. `mode`: of verl's own loss; `fields`: what any other reads.
-
-    Source: ppo_loss (verl/workers/utils/losses.py), compute_policy_loss_<mode> and distillation_ppo_loss
-    (verl/trainer/distillation/losses.py).
+    Source: verl/workers/utils/losses.py (ppo_loss), verl/trainer/ppo/core_algos.py (compute_policy_loss_<mode>),
+    verl/trainer/distillation/losses.py (distillation_ppo_loss). These raise where no token counts:
+    compute_distillation_loss_range there, compute_rollout_correction_and_rejection_mask in
+    verl/trainer/ppo/rollout_corr_helper.py.
     """
     if function is None:
-        return {"temperature"}
-    if mode == CRITIC_LOSS:
-        return {"response_mask", "values", "returns"}
-    if mode is None or not isinstance(function, functools.partial):
-        return fields
+        return LossKind({"temperature"})
+    distills = getattr(function, "func", None) is distillation_ppo_loss
+    unknown = LossKind(fields, distills=distills, needs_a_token=distills)
+    if not isinstance(function, functools.partial) or "config" not in function.keywords:
+        return unknown
+    if function.func is value_loss:  # of every token by itself, summed by agg_loss
+        return LossKind({"response_mask", "values", "returns"}, sums_rows=True, of_values=True)
+    if function.func not in (ppo_loss, distillation_ppo_loss):
+        return unknown
+    config = function.keywords["config"]
+    mode: str = config.policy_loss.get("loss_mode", "vanilla")
+    parts = [(get_policy_loss_fn(mode), get_policy_loss_fn)]
+    if distills:
+        of_tokens = function.keywords["distillation_config"].distillation_loss.loss_mode
+        parts.append((get_distillation_loss_fn(of_tokens), get_distillation_loss_fn))
+    is_verls = all(part.__module__ == verls.__module__ for part, verls in parts)  # a user's may have verl's name
+    if mode not in LOSSES_OF_ROWS or not is_verls:
+        return unknown
     read = {"temperature", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"}
-    if function.keywords["config"].use_kl_loss:
-        read |= {"ref_log_prob"}
-    if function.func is distillation_ppo_loss:
-        read |= {"teacher_logprobs"}
-    return read - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
+    read -= {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
+    read |= {"ref_log_prob"} if config.use_kl_loss else set()
+    read |= {"teacher_logprobs"} if distills else set()
+    return LossKind(read, sums_rows=True, distills=distills, needs_a_token=distills or mode == "bypass_mode")
 
 
 class Loss:
@@ -71,24 +85,13 @@ class Loss:
         fields: floats that a loss which is not verl's reads besides outputs; None: all of the batch.
 
     Attributes:
-        sums_rows: whether it is one of `LOSSES_OF_ROWS`, or a critic's. They sum over rows, and read only tokens whose
-            response_mask is 1.
-        is_unknown: whether it is none of these, and may read what does not travel.
-        distills: whether it is distillation_ppo_loss, which verl also calls with logits (as `processor`).
-        needs_a_token: whether it raises where no token counts.
+        kind: what is known of the function.
+        is_unknown: whether there is a function of which little is known. It may read what does not travel.
     """
 
     def __init__(self, function: LossFunction | None, fields: Set[str] | None = None) -> None:
-        self.function = function
-        mode = mode_of_verls_loss(function)
-        self.sums_rows = mode is not None
-        self.is_unknown = function is not None and mode is None
-        self.distills = getattr(function, "func", None) is distillation_ppo_loss
-        # These raise where no token counts: compute_rollout_correction_and_rejection_mask (verl/trainer/ppo/
-        # rollout_corr_helper.py), compute_distillation_loss_range (verl/trainer/distillation/losses.py).
-        self.needs_a_token = mode == "bypass_mode" or self.distills
-        self._of_values = mode == CRITIC_LOSS
-        self._fields = fields_read(function, mode, fields)
+        self.function, self.kind = function, _kind_of(function, fields)
+        self.is_unknown = function is not None and not self.kind.sums_rows
 
     def warn_of_limits(self) -> None:
         """Says once what a user's loss does not get, and must not do."""
@@ -102,7 +105,8 @@ class Loss:
 
     def floats(self, data: TensorDict) -> dict[str, torch.Tensor]:
         """Values of `data` from which a NaN can get into the loss."""
-        names = sorted(data.keys() if self._fields is None else self._fields & set(data.keys()))
+        read = self.kind.fields
+        names = sorted(data.keys() if read is None else read & set(data.keys()))
         floats = {name: data[name] for name in names if isinstance(data[name], torch.Tensor)}
         return {name: x.values() if x.is_nested else x for name, x in floats.items() if x.is_floating_point()}
 
@@ -111,7 +115,7 @@ class Loss:
         policies, the batch has response_mask and old_log_probs, and all that the loss reads is finite. If something is
         not, masked tokens count: on the stock path a masked NaN spoils the update as well, and ours must not hide it.
         A critic's head is cheap, and computes all of them."""
-        if not self.sums_rows or self._of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
+        if not self.kind.sums_rows or self.kind.of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
@@ -123,7 +127,7 @@ class Loss:
             ValueError: rows without advantage have a gradient in this loss.
         """
         why = "a loss that is not verl's own of policies; use verl's"
-        if isinstance(self.function, functools.partial) and self.sums_rows and not self.distills:
+        if isinstance(self.function, functools.partial) and self.kind.sums_rows and not self.kind.distills:
             why = gradient_without_advantage(self.function.keywords["config"])
         if why:
             raise ValueError(
@@ -161,7 +165,7 @@ class Loss:
         host: it reads them row by row (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
         on_host = select_rows(data, numbers)
         micro_batch = on_host.to(get_device_id())
-        if self.sums_rows:
+        if self.kind.sums_rows:
             micro_batch.clear_device_()
             for name in {"prompts", "responses", "attention_mask"} & set(micro_batch.keys()):
                 micro_batch[name] = on_host[name]
@@ -172,7 +176,7 @@ class Loss:
         (one of padding alone), it is zero, and so are its metrics, of which each micro-batch has to have the same. Of
         a micro-batch of empty responses alone it raises, as in verl's engine."""
         function = self.function
-        if function is None or not self.needs_a_token:
+        if function is None or not self.kind.needs_a_token:
             return function
 
         def or_zero(**given: Any) -> Any:
@@ -202,7 +206,7 @@ class Loss:
         output = next(iter(model_output.values()))
         if self.function is None:
             return torch.ones((), device=output.device), {}, True
-        if not self.needs_a_token or data["response_mask"].any():
+        if not self.kind.needs_a_token or data["response_mask"].any():
             return *self.function(model_output=model_output, data=data, dp_group=process_group), True
         return 0.0 * output.values().sum(), {}, False
 

@@ -49,7 +49,7 @@ class PassResults:
         self, backend: Backend, rows: BatchRows, loss: Loss, forward_only: bool, hides_padding: bool, last_tokens: bool
     ) -> None:
         # The loss of top-k distillation reads what `token_outputs` made of the teacher's rows, and not these.
-        is_topk = loss.sums_rows and rows.flag("distillation_use_topk")
+        is_topk = loss.kind.sums_rows and rows.flag("distillation_use_topk")
         self._data = rows.data.exclude(ROUTES, *(TEACHER if is_topk else ()))
         self._backend, self._loss = backend, loss
         self.returns_outputs = forward_only or rows.flag("return_model_output")
@@ -94,7 +94,7 @@ class PassResults:
         if ranks.has_outputs:
             self._add_idle_groups(plan)
             output, num_not_finite = self._joined(plan)
-        if self._loss.needs_a_token:
+        if self._loss.kind.needs_a_token:
             _same_sums(output["metrics"], ranks.data)
         if output["model_output"] and self.token_outputs.tokens.records:
             output["model_output"][ROUTES] = self.token_outputs.recorded(plan)

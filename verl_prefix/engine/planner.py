@@ -104,7 +104,7 @@ class Planner:
             return WhyStock("loss_mask is of prompts, too, whose outputs are not computed")
         if batch.flag("force_group_size", 1) > 1:
             return WhyStock("force_group_size keeps rows together by their order")
-        if batch.flag("distillation_use_topk") and not loss.distills:
+        if batch.flag("distillation_use_topk") and not loss.kind.distills:
             return WhyStock("a loss that is not verl's own reads logits, and may need those of every token")
         return None
 
