@@ -398,6 +398,13 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
     assert not verify.compare(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none).missed
 
 
+def test_what_missed_is_said_first():
+    right, wrong, none = Figure(1.0, 2.0, "this is off"), Figure(float("nan"), 2.0, "that is off"), Figure(0.0, 2.0, "")
+    said = str(verify.Verdict(right, wrong, none, right)).split("; within limits: ")
+    assert said[0].startswith("that is off by nan") and said[1].count("this is off by 1 times") == 2
+    assert str(verify.Verdict(right, none, none, none)).startswith("this is off by 1 times")
+
+
 @pytest.mark.parametrize("off", [1e-3, float("nan"), 0.0])
 def test_a_part_without_noise_may_not_be_off(off):
     """Its ratio has no unit. Where ours is off by nothing too, rows are empty or nothing reaches the part."""

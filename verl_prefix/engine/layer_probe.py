@@ -30,6 +30,10 @@ class Figure(NamedTuple):
     limit: float  # up to which ours is right
     where: str
 
+    @property
+    def missed(self) -> bool:
+        return not self.ratio <= self.limit  # so a NaN misses
+
     def __str__(self) -> str:
         return f"{self.where} by {self.ratio:.3g} times rounding noise (at most {self.limit:g})"
 
@@ -38,7 +42,8 @@ class LayerProbe:
     """Measures the layers of one group's packed passes.
 
     Attributes:
-        worst_attention, worst_recurrence: the largest figure of each.
+        worst_attention: the largest figure of any attention layer.
+        worst_recurrence: the same of recurrent layers.
     """
 
     def __init__(self) -> None:
@@ -132,7 +137,7 @@ class _Rounding:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(self, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
-        """x, rounded differently; eps: a rounding step, if not that of its dtype."""
+        """Returns x, rounded differently. eps: a rounding step; None: that of x's dtype."""
         generator = self._generators.setdefault(x.device, torch.Generator(x.device).manual_seed(self._seed))
         step = torch.finfo(x.dtype).eps if eps is None else eps
         return (x * (1 + step * (2 * torch.rand(x.shape, device=x.device, generator=generator) - 1))).to(x.dtype)
@@ -142,8 +147,14 @@ class _Rounding:
 def disturbed_outputs(
     attention: Sequence[torch.nn.Module], recurrent: Sequence[torch.nn.Module], dtype: torch.dtype, seed: int
 ) -> Iterator[None]:
-    """Context in which every output of these modules, attention and recurrent mixers, is off by up to one rounding step
-    of `dtype`, differently each time, and so are its gradient and, in fp32, what mixers read."""
+    """Context in which every output of these modules is off by up to one rounding step of `dtype`, differently each
+    time. So is its gradient and, in fp32, what recurrent mixers read.
+
+    Args:
+        attention: modules whose output, or the first of whose outputs, is a tensor.
+        recurrent: mixers, likewise; they read a tensor first, or `hidden_states`.
+        seed: of the random state, which is none of the run's.
+    """
     eps, rounding = torch.finfo(dtype).eps, _Rounding(seed)
 
     def disturb_output(module: torch.nn.Module, args: tuple, output: Any) -> Any:
@@ -169,8 +180,8 @@ def disturbed_outputs(
 
 
 def ratio_of(error: float, noise: float) -> float:
-    """Ratio of two norms, given their squares. 0 / 0 is 0, as where responses are empty. A NaN gives infinity, which no
-    later maximum hides."""
+    """Returns the ratio of two norms, given their squares. 0 / 0 is 0, as where responses are empty. A NaN becomes
+    infinity, which no later maximum hides."""
     ratio = (error / max(noise, 1e-300)) ** 0.5
     return math.inf if math.isnan(ratio) else ratio
 

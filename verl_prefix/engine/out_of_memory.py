@@ -50,25 +50,24 @@ def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
 
 @contextmanager
 def out_of_memory_advice(
-    plan: Plan | None, keeps: Memory | None = None, role: str = "", options: PrefixConfig | None = None,
+    plan: Plan, keeps: Memory | None = None, role: str = "", options: PrefixConfig | None = None,
     forward_only: bool = False,
 ) -> Iterator[None]:  # fmt: skip
-    """Context of a plan's passes, or of the self-check's (None): an OutOfMemoryError leaves it with a note on what to
-    set.
+    """Context of a plan's passes: an OutOfMemoryError leaves it with a note on what to set.
 
     Args:
-        keeps: what the passes keep; None: nobody knows. role: the engine's, as of `config.actor.role_of`.
+        plan: this rank's.
+        keeps: what the passes keep; None: nobody knows.
+        role: the engine's, as of `config.actor.role_of`.
         options: the engine's; None: the defaults.
+        forward_only: not an update.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         checkpoints, by_phase = _advice(role, options or PrefixConfig(), keeps, forward_only)
-        largest = plan.largest_wave if plan else 0
-        if plan is None:
-            advice = "that was the self-check, which also runs verl's own path, and attention in float64; set "
-            advice += f"{_PREFIX}.verify=off"
-        elif settings := _settings(plan, keeps):
+        largest = plan.largest_wave
+        if settings := _settings(plan, keeps):
             advice = f"set {' and '.join(settings)}"
         elif (phase := getattr(error, "prefix_phase", "packed")) in by_phase:
             advice = by_phase[phase]
@@ -79,4 +78,15 @@ def out_of_memory_advice(
         else:
             advice = f"the largest wave is one row already; {checkpoints} or offload parameters"
         add_note(error, f"verl_prefix: {advice}")
+        raise
+
+
+@contextmanager
+def self_check_advice() -> Iterator[None]:
+    """Context of the self-check: an OutOfMemoryError leaves it with a note on how to do without."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        what = "the self-check, which also runs verl's own path, and attention in float64"
+        add_note(error, f"verl_prefix: that was {what}; set {_PREFIX}.verify=off")
         raise

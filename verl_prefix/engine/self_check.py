@@ -1,6 +1,6 @@
 """Self-check of a run: one group through the shared-prefix path and through the stock path, on the run's own weights.
 
-All figures are in units of noise: how far ours is off, over how far rounding alone moves the result.
+All figures are in units of noise: how far ours is off, divided by how far rounding alone moves the result.
 
 - log-probs, or a critic's values, which see everything (positions, layout, hook-up), against the stock path; the unit
   is how far the stock path moves when the outputs of attention and of recurrent mixers are rounded differently.
@@ -49,10 +49,12 @@ class Verdict(NamedTuple):
 
     @property
     def missed(self) -> bool:
-        return not all(figure.ratio <= figure.limit for figure in self)  # a NaN misses
+        return any(figure.missed for figure in self)
 
     def __str__(self) -> str:
-        return ", ".join(str(figure) for figure in self if figure.where)
+        missed = ", ".join(str(figure) for figure in self if figure.missed)
+        within = ", ".join(str(figure) for figure in self if figure.where and not figure.missed)
+        return "; within limits: ".join(filter(None, (missed, within)))
 
 
 class Gradients:
@@ -81,7 +83,7 @@ class Gradients:
             self.parts[name] = small or sorted(trained, key=torch.numel)[:1]  # none where nothing is trained
 
     def keep(self) -> list[float]:
-        """Takes the last pass's gradients as the truth, kept in host memory; returns their squared norms by part."""
+        """Keeps the last pass's gradients as the truth, in host memory; returns their squared norms by part."""
         self._truth = [[self._local(p).to("cpu", copy=True) for p in part] for part in self.parts.values()]
         self._clear()
         return [sum(map(sum_of_squares, part)) for part in self._truth]
@@ -103,8 +105,8 @@ def compare(
     num_perturbed: int = 3,
     outputs: str = "log-probs",
 ) -> Verdict:
-    """Compares one group's outputs (log-probs of responses, or values) and gradients on both paths. Figures are of all
-    ranks together, since few tokens say little.
+    """Compares one group's outputs (log-probs of responses, or values) and gradients on both paths. Figures of outputs
+    and gradients are of all ranks together, since few tokens say little. Every rank calls it.
 
     Args:
         stock: [n] outputs by the stock path, with gradients of a loss of them, which `ours` has as well.

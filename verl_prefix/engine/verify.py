@@ -19,7 +19,7 @@ from verl_prefix.core.planning import make_plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.checked_rows import candidates, cheapest
 from verl_prefix.engine.loss import Loss
-from verl_prefix.engine.out_of_memory import out_of_memory_advice
+from verl_prefix.engine.out_of_memory import self_check_advice
 from verl_prefix.engine.outputs import FLAGS
 from verl_prefix.engine.planner import WhyStock
 from verl_prefix.engine.rows import BatchRows
@@ -47,8 +47,8 @@ class _Sample(NamedTuple):
 
     @classmethod
     def of(cls, batch: BatchRows, group: Group, num_for_stock: int, loss: Loss) -> "_Sample":
-        """Takes the rows of `group` out of a batch; of its last one as often again as makes `num_for_stock` rows for
-        the stock path. The repeated ones count for nothing."""
+        """Takes the rows of `group` out of a batch. The stock path gets its last row again and again, until there are
+        `num_for_stock` rows; the repeated ones have weight 0."""
         repeated = group.rows[-1:] * (num_for_stock - len(group.rows))
         rows, for_stock = batch.select(group.rows), batch.select([*group.rows, *repeated])
         flags, function = _NO_FLAGS | {"return_model_output": True}, _weighted_loss
@@ -87,13 +87,18 @@ class Verification:
 
     def check(self, rows: BatchRows, groups: Sequence[Group], budget: int, plan: Plan, loss: Loss) -> dict[str, float]:
         """Runs the check, if one is due and every rank has a group to check. A few rows of one group take both paths,
-        which are compared. Then it is checked that rows which the update leaves out have no gradient. Returns metrics.
+        which are compared. Then rows that the update does not compute are checked: they must have no gradient.
 
         Args:
             rows: the rows that this rank computes.
-            groups, plan: of these rows.
+            groups: of these rows.
+            plan: of these groups.
             budget: tokens of one pass. No pass of the check has more, unless one row alone does. Where verl's sequence
                 parallelism is wrong, each rank computes whole rows, and rows that are checked fit a rank's budget.
+            loss: of the batch.
+
+        Returns:
+            prefix/verify_* and the seconds; {} where nothing was checked.
 
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
@@ -105,7 +110,7 @@ class Verification:
         found = candidates(self._backend, rows, groups, budget)
         if not found:
             return {}
-        with out_of_memory_advice(None):
+        with self_check_advice():
             verdict = self._verdict(rows, cheapest(found, len(rows)), budget, loss)
         misses = []
         if verdict.missed:
@@ -134,8 +139,8 @@ class Verification:
         response. Returns [] or [what is wrong]."""
         with together("checking rows that are left out", maxima=("has_gradient",)) as agreed:
             computed = {row for each in plan.passes for group in each.groups for row in group.rows}
-            left_out = [row for row in range(len(rows)) if row not in computed]
-            agreed.maximum("has_gradient", loss.has_gradient(rows, left_out, self._backend.ranks.data))
+            idle = [row for row in range(len(rows)) if row not in computed]
+            agreed.maximum("has_gradient", loss.has_gradient(rows, idle, self._backend.ranks.data))
         return [f"rows that are left out have a gradient; set {SKIP_ZERO_ADVANTAGE}=False"] * agreed["has_gradient"]
 
     def _miss(self, why: str) -> None:
@@ -148,7 +153,7 @@ class Verification:
         self.failure = WhyStock(f"the self-check missed: {message}. Please report this")
 
     def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:
-        """Compares both paths of a group, on all ranks. Under top-k distillation its losses are compared, too."""
+        """Compares both paths on a group of each rank. Top-k distillation also compares its losses."""
         ranks, perturbed = self._backend.ranks, _num_perturbed(len(rows), len(group.rows))
         # Stock passes hold collectives, so that every rank runs as many.
         (_, most), (fewest_perturbed, _) = ranks.ranges_over_ranks(len(group.rows), perturbed)
@@ -166,13 +171,13 @@ class Verification:
         return verdict._replace(attention=attention, recurrence=recurrence)
 
     def _on_stock_path(self, sample: _Sample) -> torch.Tensor:
-        """Outputs of the sample's responses, [tokens], of the stock path; the gradients of their loss are accumulated,
-        but in an engine without updates."""
+        """Returns outputs of the sample's responses by the stock path, [tokens]. Unless the engine has no updates, the
+        gradients of their loss are accumulated."""
         output = self._backend.run_stock_path(sample.for_stock.data, sample.loss, self._backend.has_no_updates)
         return self._outputs(sample, output)
 
     def _on_ours(self, sample: _Sample, budget: int, schedule: str, context_type: Callable[..., ForwardContext]) -> Any:
-        """The same of our passes, by `plan_to_check`."""
+        """Returns the same by our passes, of `plan_to_check`."""
         plan = plan_to_check(sample.group, budget, schedule, nests=self._backend.memory(self._options).stages == 1)
         loss = Loss(sample.loss, fields={"temperature", "verify_weight"})
         forward_only = self._backend.has_no_updates
@@ -189,7 +194,7 @@ class Verification:
 
 def plan_to_check(group: Group, budget: int, schedule: str, nests: bool) -> Plan:
     """Returns the plan by which a group is checked, "packed" or "phased". In a phased one several waves read one
-    prefix, whose gradients add up. That of a tree has nested passes, if passes may nest.
+    prefix, so that their gradients add up in it. The phased plan of a tree has nested passes, if passes may nest.
 
     Args:
         nests: see `make_plan`.
@@ -214,8 +219,8 @@ def _weighted_loss(
     data: TensorDict, model_output: Mapping[str, torch.Tensor] | None = None,
     processor: Callable[..., Any] | None = None, **others: Any,
 ) -> Any:  # fmt: skip
-    """The loss by which gradients are compared: the first tokens of a response, which read most of their prefix, count
-    most. Called with logits, as verl does, it is the loss's own `processor`."""
+    """The loss by which gradients are compared. The first tokens of a response count most, since they read most of
+    their prefix. Where verl calls it with logits, it is the loss's own `processor`."""
     if model_output is None:
         assert processor is not None
         return processor(data=data, **others)
