@@ -332,7 +332,7 @@ def _vision_rows(responses: list[list[int]], pixels: list) -> tuple:
     data = tu.get_tensordict({name: nested(x) for name, x in rows.items()} | {"multi_modal_inputs": pixels})
     config = types.SimpleNamespace(model_type="qwen3_vl", image_token_id=5, video_token_id=6)
     ranks = types.SimpleNamespace(max_over_ranks=lambda lacking: lacking)
-    facts = StockFacts(dense_mask=False, never_packs=False, why_not_sharded=None)
+    facts = StockFacts(dense_mask=False, separates_rows=False, wrong_when_sharded=None)
     return BatchRows(data), types.SimpleNamespace(config=config, ranks=ranks, stock_facts=facts)
 
 

@@ -21,9 +21,13 @@ In what they differ most:
     rows' last tokens   count for nothing           count for nothing          train biases and balance of experts
     nested passes       yes                         yes                        with one stage
 
-The YAML of VeOmni and Megatron names `verl_prefix.backends.<Config>` as `_target_`. Instantiating one on a worker
-imports this package, which registers their engines. The YAML of FSDP2 names `verl_prefix.backends.fsdp`, which
-registers its own.
+How a worker comes to have our engine: it makes the engine config that the YAML names as `_target_`, and so imports
+what that name begins with.
+
+    FSDP2               `verl_prefix.backends.fsdp.<Config>`: that module registers the engine
+    VeOmni, Megatron    `verl_prefix.backends.<Config>`: this package registers the engines that verl can import
+
+Both run this package, and so import megatron where it is installed.
 """
 
 import importlib

@@ -16,7 +16,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_prefix.auto.cost import Memory
-from verl_prefix.backends.hugging_face import HFBackend, check_in_worker
+from verl_prefix.backends.hugging_face import HFBackend, check_in_worker, freeze_vision_tower
 from verl_prefix.backends.stock_path import FSDPStockPath
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import CRITIC, FSDP2
@@ -41,7 +41,8 @@ class FSDPBackend(HFBackend):
     """`engine.backend.Backend` of verl's FSDPEngine.
 
     Args:
-        engine: verl's. unfused: the user asked for verl's fused kernels, which are then off.
+        engine: verl's.
+        unfused: the user asked for verl's fused kernels, which are then off.
     """
 
     def __init__(self, engine: Any, unfused: bool) -> None:
@@ -113,8 +114,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
-        if self.engine_config.freeze_vision_tower:
-            vision.tower_of(module).requires_grad_(False)
+        freeze_vision_tower(module, self.engine_config)
         return module
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:

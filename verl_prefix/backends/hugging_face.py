@@ -21,6 +21,7 @@ from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay
 from verl_prefix.engine.layer_probe import disturbed_outputs
+from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.self_check import Gradients
 from verl_prefix.models import vision
@@ -148,6 +149,12 @@ class HFBackend(Backend):
         vocab_size = self.config.get_text_config().vocab_size
         return torch.zeros((1, vocab_size), dtype=self.dtype, device=get_device_id())
 
+    def run_stock_path(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+    ) -> dict[str, Any]:
+        output: dict[str, Any] = self._engine.verls_forward_backward(data, loss_function, forward_only)
+        return output
+
     def gradients(self) -> Gradients:
         return gradients_of(self._engine.module)
 
@@ -170,7 +177,7 @@ def without_ulysses() -> Iterator[None]:
 
 
 def gradients_of(model: Any) -> Gradients:
-    """`Gradients` of a Hugging Face model: recurrent mixers whole; of each layer, and of the vision tower, a part."""
+    """Makes `Gradients` of a Hugging Face model: mixers whole; of each layer, and of the vision tower, a part."""
     layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
     tower = {"the vision tower": vision.tower_of(model)} if vision.is_vision_config(model.config) else {}
     whole = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
@@ -182,21 +189,36 @@ def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
     return local_shard(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach()
 
 
+def freeze_vision_tower(model: Any, engine_config: Any) -> None:
+    """Freezes the model's vision tower, if `actor.freeze_vision_tower` says so; verl's own engines ignore the key. Our
+    engines for FSDP2 and VeOmni call this once verl has built the model, and before it shards it.
+
+    Raises:
+        ValueError: the model has no tower.
+    """
+    if engine_config.freeze_vision_tower:
+        vision.tower_of(model).requires_grad_(False)
+
+
 def local_shard(x: Any) -> torch.Tensor:
-    """This rank's shard of a tensor that FSDP2 sharded, and any other as it is."""
+    """Returns this rank's shard of a tensor that FSDP2 sharded, and any other tensor as it is."""
     shard: torch.Tensor = x.to_local() if hasattr(x, "to_local") else x
     return shard
 
 
 def disturbed_model(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> AbstractContextManager[None]:
-    """`disturbed_outputs` of the attention and the recurrent mixers of a Hugging Face model."""
+    """Context of `disturbed_outputs` for the attention and the recurrent mixers of a Hugging Face model."""
     attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
     return disturbed_outputs(attention, mixers(model), dtype, seed)
 
 
 def check_in_worker(model_config: Any, key: str, size: int, model: str = "actor_rollout_ref.model") -> None:
-    """Checks in a worker what the driver checked where it saw the model: its layers, and the number of ranks that share
-    a row, which `key` sets. model: the key of its section.
+    """Checks in a worker what the driver checked where it saw the model: its layers, and how many ranks share a row.
+
+    Args:
+        key: sets how many ranks share a row.
+        size: how many these are.
+        model: the key of the model's section.
 
     Raises:
         ValueError: naming what stands in the way.

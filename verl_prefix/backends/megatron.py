@@ -107,9 +107,9 @@ class MegatronBackend(Backend):
         return replace(shape_of_config(self.config, self.dtype), last=0.0)  # `models.mcore` runs all of the last layer
 
     def aligned_routes(self, data: TensorDict) -> TensorDict:
-        """Of R3: -1 for tokens that verl sends where their router says, which are the last of each row, and all of a
-        row whose response is masked. Others go where they are recorded to have gone, though that may be one expert
-        several times."""
+        """Aligns routes of R3. Tokens that verl sends where their router says get -1: the last one of each row, and all
+        of a row whose response is masked. Others go where their record says, though that may be one expert several
+        times."""
         if self._engine.engine_config.router_replay.mode != "R3":
             return data
         ids, data, routes = data["input_ids"], data.exclude(ROUTES), data[ROUTES]
@@ -121,12 +121,12 @@ class MegatronBackend(Backend):
 
     @property
     def stock_facts(self) -> StockFacts:
-        return StockFacts(dense_mask=False, never_packs=False, why_not_sharded=None)
+        return StockFacts(dense_mask=False, separates_rows=False, wrong_when_sharded=None)
 
     @functools.cached_property
     def replay(self) -> Replay | None:
-        """Whether and how routers are replayed. Routes of a rollout are of all layers; those that verl records are of
-        layers with experts alone."""
+        """Whether and how routers are replayed. Routes of a rollout (R3) have all layers. Those that verl records (R2)
+        have only layers with experts."""
         mode, config = self._engine.engine_config.router_replay.mode, unwrapped(self._module).config
         layers = config.num_layers if mode == "R3" else len(layers_with_experts(config))
         return None if mode == "disabled" else Replay(mode, layers, config.moe_router_topk)
@@ -198,7 +198,8 @@ class MegatronBackend(Backend):
         return torch.zeros((1, size), dtype=self.dtype, device=get_device_id())
 
     def begin_shared_path(self, rows: BatchRows) -> None:
-        """Behind a top-k loss verl's `optimizer_step` frees what the allocator caches."""
+        """Says whether the loss is top-k distillation, after which verl's `optimizer_step` empties the allocator's
+        cache."""
         self._engine._distillation_use_topk_active = rows.flag("distillation_use_topk")
 
     def run_stock_path(
@@ -217,8 +218,8 @@ class MegatronBackend(Backend):
         return Gradients(self._module, {}, parts, self._local_grad, self._clear)
 
     def _local_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """This rank's part of a gradient. With the distributed optimizer it is what lies in this rank's shard of the
-        buffer: the rest is not reduced, and follows which tokens a rank computes."""
+        """Returns this rank's part of a gradient. With the distributed optimizer it is what lies in this rank's shard
+        of the buffer. The rest is not reduced, so that it depends on which tokens this rank computes."""
         grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
         if grad is None:
             return torch.zeros_like(parameter)
@@ -242,7 +243,7 @@ class MegatronBackend(Backend):
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """Also keeps what routers have counted, and their biases, which mcore moves whenever gradients are reduced.
-        Inside there are no losses that balance experts, since these follow how rows fall into passes."""
+        Inside, no loss balances experts, since such losses depend on how rows fall into passes."""
         if self.has_no_updates:
             yield
             return

@@ -51,7 +51,7 @@ class MegatronRunner(PlanRunner):
 
     @contextmanager
     def _recording(self, tokens: TokenBatch) -> Iterator[None]:
-        """Context of passes that may record routes: each stage those of its layers, and then all those of all."""
+        """Context of passes that may record routes. Each stage records its layers'; then every stage gets all."""
         if not tokens.records:
             yield
             return
@@ -62,7 +62,7 @@ class MegatronRunner(PlanRunner):
         gather_routes(tokens.routes, tokens.input_ids.device)
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
-        """All passes, without what mcore does once after them."""
+        """Runs all passes, without what mcore does once after them."""
         if self.backward is not None:
             scale_auxiliary_losses(self.module, len(plan.passes), tokens.input_ids.device)
         super().run(tokens, plan)

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 def wrong_when_sharded(model: Any, attention: str) -> str | None:
-    """Why verl's sequence parallelism computes this model wrong, without an error, with an `attn_implementation`;
-    None where it is right."""
+    """Returns why verl's sequence parallelism computes this model wrong, without an error; None where it is right.
+    attention: the model's `attn_implementation`."""
     if not is_varlen(attention):
         return f"verl computes attn_implementation={attention} within each rank's tokens"
     if any(hasattr(module, "sinks") for module in model.modules()):
@@ -41,7 +41,7 @@ def wrong_when_sharded(model: Any, attention: str) -> str | None:
 @contextmanager
 def replaying(engine: Any, replay: Replay) -> Iterator[None]:
     """Context in which verl's `engine` replays the routes of its micro-batches, or records them where these have the
-    flag `RECORDS`: for FSDP verl does not. They are padded and cut as verl does it with tokens."""
+    flag `RECORDS`. verl does neither for FSDP. Routes are padded and cut as verl pads and cuts tokens."""
     running = SimpleNamespace(routes=None)
     verls_inputs, verls_outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
 
@@ -92,11 +92,13 @@ class FSDPStockPath:
     """The stock path of one engine.
 
     Args:
-        engine: a `PrefixEngine` over verl's engine, which has its model. ranks: its ranks.
-        unfused: the user asked for verl's fused kernels, which are then off. replay: the engine's.
+        engine: a `PrefixEngine` over verl's engine, which has its model.
+        ranks: the engine's.
+        unfused: the user asked for verl's fused kernels, which are then off.
+        replay: the engine's.
 
     Attributes:
-        facts: what it does with this model.
+        facts: what this path does with the model.
     """
 
     def __init__(self, engine: Any, ranks: Ranks, unfused: bool, replay: Replay | None) -> None:
@@ -106,14 +108,14 @@ class FSDPStockPath:
         self.facts = StockFacts(
             dense_mask=not is_varlen(attention),
             rows_begin_at_zero=is_varlen(attention),
-            never_packs=engine.use_remove_padding and self._leak is not None,
-            why_not_sharded=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
+            separates_rows=engine.use_remove_padding and self._leak is not None,
+            wrong_when_sharded=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
         )
 
     def run(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        """Computes a batch without the fused kernels that the user asked for. Rows are padded where packed ones would
-        get wrong positions. Micro-batches have one row where packed rows would leak state. Each rank of a group
-        computes them alone where verl's sequence parallelism would be wrong."""
+        """Computes a batch, without the fused kernels that the user asked for; returns verl's output. Rows are padded
+        where packed ones would get wrong positions. Micro-batches have one row where packed rows would leak state. Each
+        rank of a slice group computes all rows alone where verl's sequence parallelism would be wrong."""
         data, module = data.copy(), self._engine.module
         if self._unfused:
             tu.assign_non_tensor(data, use_fused_kernels=False)
@@ -127,7 +129,7 @@ class FSDPStockPath:
             warn_once(logger, text, self._leak)
             self._separate_rows(data)
         with (
-            towers_of_tensors(module), self._alone(data) if self.facts.why_not_sharded else nullcontext(),
+            towers_of_tensors(module), self._alone(data) if self.facts.wrong_when_sharded else nullcontext(),
             nullcontext() if self._replay is None else replaying(self._engine, self._replay),
         ):  # fmt: skip
             output: dict[str, Any] = self._engine.verls_forward_backward(data, loss_function, forward_only)
@@ -137,9 +139,9 @@ class FSDPStockPath:
     def _alone(self, data: TensorDict) -> Iterator[None]:
         """Context in which verl's engine computes without sequence parallelism.
 
-        The ranks of a group have the same rows, and so the same gradients, of which FSDP takes the mean. The budget of
-        a pass is what one rank may have, or the longest rows that stay together on any rank, if that is more. verl
-        multiplies `max_token_len_per_gpu` by `sp_size`: so the budget is divided by it first.
+        The ranks of a slice group have the same rows, and so the same gradients, of which FSDP takes the mean. The
+        budget of a pass is what one rank may have, or the longest rows that stay together on any rank, if that is more.
+        It is divided by `sp_size`, since verl multiplies `max_token_len_per_gpu` by it.
         """
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
             group_size = tu.get_non_tensor_data(data, "force_group_size", 1)
@@ -148,7 +150,7 @@ class FSDPStockPath:
             budget = max(int(data["max_token_len_per_gpu"]), int(longest))
             tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self._ranks.slices))
         text = "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism"
-        warn_once(logger, text, self.facts.why_not_sharded)
+        warn_once(logger, text, self.facts.wrong_when_sharded)
         with replaced(self._engine, "use_ulysses_sp", False), without_ulysses():
             yield
 

@@ -9,20 +9,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.hugging_face import HFBackend, check_in_worker
+from verl_prefix.backends.hugging_face import HFBackend, check_in_worker, freeze_vision_tower
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import VEOMNI
 from verl_prefix.config.model import is_varlen, refuse_absent_options
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built
 from verl_prefix.engine.backend import StockFacts
-from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.models import vision
 
@@ -44,15 +42,9 @@ class VeOmniBackend(HFBackend):
         by_bounds = is_varlen(self.config.get_text_config()._attn_implementation)
         # VeOmni's models run a tower for images and for videos, on zeros where a micro-batch has none.
         return StockFacts(
-            dense_mask=not by_bounds, never_packs=False, why_not_sharded=None, equal_tower_runs=True,
+            dense_mask=not by_bounds, separates_rows=False, wrong_when_sharded=None, equal_tower_runs=True,
             rows_begin_at_zero=by_bounds,
         )  # fmt: skip
-
-    def run_stock_path(
-        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
-    ) -> dict[str, Any]:
-        output: dict[str, Any] = self._engine.verls_forward_backward(data, loss_function, forward_only)
-        return output
 
     def memory(self, options: PrefixConfig) -> Memory:
         engine = self._engine
@@ -84,10 +76,9 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
         self.set_backend(VeOmniBackend(self), engine_config)
 
     def _maybe_apply_async_activation_offload(self, module: torch.nn.Module) -> None:
-        """Freezes the tower if asked to. verl calls this with the model before sharding it."""
+        """Also freezes the vision tower. verl calls nothing else with the model before it shards it."""
         super()._maybe_apply_async_activation_offload(module)
-        if self.engine_config.freeze_vision_tower:
-            vision.tower_of(module).requires_grad_(False)
+        freeze_vision_tower(module, self.engine_config)
 
     def initialize(self) -> None:
         super().initialize()

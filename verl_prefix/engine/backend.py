@@ -35,10 +35,12 @@ class Ranks:
 
     Args:
         data: the process group of ranks that have different rows, one of each set of copies. Never None.
-        data_rank, data_size: this rank's place in it, and its size.
+        data_rank: this rank's number in it.
+        data_size: how many ranks it has.
         copies: how many ranks have the same rows: all of one sequence-, tensor-, context- and pipeline-parallel set. A
             sum over ranks counts each of them; who asks for it divides by `copies`.
-        slices: how many of the copies cut one packed row among themselves; their group is `slice_group`, None for one.
+        slices: how many of the copies cut one packed row among themselves.
+        slice_group: their process group; None where `slices` is 1.
         stages: how many stages of a pipeline are among the copies.
         has_outputs: whether this rank sees outputs and losses, as the last stage alone does.
         writes: True on one of the copies.
@@ -60,7 +62,7 @@ class Ranks:
         return _reduce(values, dist.ReduceOp.MAX)
 
     def ranges_over_ranks(self, *values: int) -> list[tuple[int, int]]:
-        """Smallest and largest of all ranks, of each value. Every rank calls it."""
+        """Returns the smallest and the largest of all ranks, for each value. Every rank calls it."""
         bounds = self.max_over_ranks([x for value in values for x in (-value, value)])
         return [(-int(negated), int(largest)) for negated, largest in zip(bounds[::2], bounds[1::2], strict=True)]
 
@@ -79,19 +81,20 @@ class StockFacts(NamedTuple):
     """What the stock path does with this model.
 
     Attributes:
-        dense_mask: rows of one micro-batch read a T x T mask, as by sdpa.
-        never_packs: rows are not packed, since they would leak state: one row a micro-batch, or padded rows where ranks
-            have different numbers of rows.
-        why_not_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
-            computes whole rows; None: it is right.
-        equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows.
+        dense_mask: rows of one micro-batch read a T x T mask, as by sdpa. `Planner` reads it, for costs.
+        separates_rows: rows are computed one by one, since packed ones would leak state; padded where ranks have
+            different numbers of rows. `Planner` reads it, for costs and for its warning of long rows.
+        wrong_when_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
+            computes whole rows; None: it is right. Read by `Planner`, by `checked_rows`, and by FSDP2's stock path.
+        equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows. `checked_rows` reads
+            it.
         rows_begin_at_zero: verl starts a packed row at every position id 0. If False, it starts one where ids do not
-            go up by 1, or reads no ids.
+            go up by 1, or reads no ids. `BatchRows.check_positions_and_pixels` reads it.
     """
 
     dense_mask: bool
-    never_packs: bool
-    why_not_sharded: str | None
+    separates_rows: bool
+    wrong_when_sharded: str | None
     equal_tower_runs: bool = False
     rows_begin_at_zero: bool = False
 
@@ -102,8 +105,10 @@ class Replay(NamedTuple):
     `models.replay.chosen_experts` replaces by the router's own choice; on Megatron -1.
 
     Attributes:
-        mode: verl's. chosen: experts of a token in a layer.
-        layers: all of the model's, with experts or without; those with, in what Megatron records.
+        mode: verl's: R2 or R3.
+        layers: how many a token's routes have: all of the model's, with experts or without. What Megatron records has
+            those with experts alone.
+        chosen: how many experts a token goes to in a layer.
     """
 
     mode: str
@@ -118,7 +123,7 @@ class Backend(ABC):
         ranks: who computes what with whom.
         has_no_updates: the engine computes log-probs alone, as ref does.
         deterministic: the run must not depend on a clock.
-        after_not_finite: what verl's engine does with gradients that are not finite, in words.
+        after_not_finite: what verl's engine does with gradients that are not finite, for the log.
     """
 
     ranks: Ranks
@@ -187,13 +192,14 @@ class Backend(ABC):
         """Makes a runner of plans on this model, with its autocast and its synchronisation of gradients.
 
         Args:
-            of_logits, options: of `core.forward.PackedForward`. step, offload, meter: of `core.runner.PlanRunner`.
+            of_logits: of `core.forward.PackedForward`, as are all other `options`.
+            step: of `core.runner.PlanRunner`, as are `offload` and `meter`.
             forward_only: without backward.
         """
 
     @abstractmethod
     def model_metrics(self, runner: PlanRunner) -> dict[str, float]:
-        """prefix/* of what the model's forwards did in this runner's runs. Every rank calls it."""
+        """Returns prefix/* of what the model's forwards did in this runner's runs. Every rank calls it."""
 
     @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
@@ -214,7 +220,8 @@ class Backend(ABC):
             logits: [n, this rank's part of the vocabulary].
             tokens: one row as verl's micro-batch: labels as `input_ids`, jagged [1, n] int64, the teacher's rows, and
                 verl's flags (`outputs.FLAGS`).
-            temperature: [n] float32. unscaled: all of it is known to be 1.
+            temperature: [n] float32.
+            unscaled: all temperatures are known to be 1.
             processor: verl's function of logits, under `distillation_use_topk`.
         """
 
@@ -224,7 +231,7 @@ class Backend(ABC):
 
     @abstractmethod
     def logits_like(self) -> torch.Tensor:
-        """Logits [1, this rank's part of the vocabulary] of a made-up token."""
+        """Returns logits of a made-up token, [1, this rank's part of the vocabulary], in their dtype in passes."""
 
     def begin_shared_path(self, rows: BatchRows) -> None:
         """Sets in verl's engine what its own `forward_backward_batch` would have set by these rows."""
@@ -238,13 +245,16 @@ class Backend(ABC):
 
     @abstractmethod
     def gradients(self) -> Gradients:
-        """The parts of this rank's model whose gradients the self-check compares: on every rank equally many, by the
-        same names. Every rank calls it."""
+        """Returns the parts of this rank's model whose gradients the self-check compares. Every rank has equally many,
+        by the same names. Every rank calls it."""
 
     @abstractmethod
     def rounding_noise(self, seed: int) -> AbstractContextManager[None]:
-        """Context in which layers' outputs are rounded differently each time, for the self-check. seed: the same on all
-        ranks, some of which compute the same tokens."""
+        """Context in which layers' outputs are rounded differently each time, for the self-check.
+
+        Args:
+            seed: the same on all ranks, since some of them compute the same tokens.
+        """
 
     @abstractmethod
     def gradients_aside(self) -> AbstractContextManager[None]:

@@ -15,9 +15,16 @@ _ENOUGH_TOKENS, _MOST_ROWS = 32, 8  # of a group that is checked
 
 
 def candidates(backend: Backend, rows: BatchRows, groups: Sequence[Group], budget: int) -> Sequence[Group]:
-    """Returns groups to choose from, if every rank has one. If a rank has none it says so once, and returns []."""
+    """Returns groups to choose from, if every rank has one. If a rank has none, it says so once and returns []. Every
+    rank calls it.
+
+    Args:
+        rows: the rows that this rank computes.
+        groups: of these rows.
+        budget: tokens of one pass, of all ranks that share it.
+    """
     groups, limits = [group for group in groups if group.num_suffix_tokens] or groups, ""
-    if backend.stock_facts.why_not_sharded:
+    if backend.stock_facts.wrong_when_sharded:
         most = budget // backend.ranks.slices
         fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
         groups, limits = _with_chosen(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
@@ -41,9 +48,9 @@ def candidates(backend: Backend, rows: BatchRows, groups: Sequence[Group], budge
 
 
 def _with_equal_tower_runs(backend: Backend, rows: BatchRows, groups: Sequence[Group]) -> list[Sequence[Group]]:
-    """Returns sets of groups. In each set all stock passes run a vision tower equally often, as ranks have to, where
-    the stock path runs it once for images and once for videos. Rows whose response has a visual token are in no set: a
-    model may sample one, and the stock path would end, since there are no pixels for it."""
+    """Returns sets of groups. In each set all stock passes run a vision tower equally often, as ranks have to: it runs
+    once for images and once for videos. Rows whose response has a visual token are in no set: a model may sample one,
+    and the stock path would end, since there are no pixels for it."""
     shown = zip(shown_lens(rows.data["input_ids"].unbind(), backend.config), rows.prompt_lens, strict=True)
     groups, pixels = _with_chosen(groups, [last <= prompt_len for last, prompt_len in shown]), rows.pixels
     if backend.stock_facts.equal_tower_runs:
@@ -54,26 +61,33 @@ def _with_equal_tower_runs(backend: Backend, rows: BatchRows, groups: Sequence[G
 
 
 def _with_chosen(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
-    """The groups, each with those of its units all of whose rows are `chosen`; without any it is left out."""
+    """Cuts each group to those of its units all of whose rows are `chosen`, and drops groups that have none. chosen: of
+    each row."""
     found = []
     for group in groups:
         units = [range(*unit) for unit in group.units()]
-        places = [i for unit in units if all(chosen[group.rows[j]] for j in unit) for i in unit]
-        found += [group.with_rows(places)] if places else []
+        members = [i for unit in units if all(chosen[group.rows[j]] for j in unit) for i in unit]
+        found += [group.with_rows(members)] if members else []
     return found
 
 
 def _num_shared_tokens(group: Group, first: tuple[int, int], second: tuple[int, int]) -> int:
-    """How many strand tokens the last rows of two units share."""
+    """Counts the strand tokens that the last rows of two units share."""
     forks = (group.forks[unit[1] - 1] for unit in (first, second))
     one, another = ({strand: end for strand, _, end in group.strands_before(fork)} for fork in forks)
     return max((min(end, another[strand]) for strand, end in one.items() if strand in another), default=0)
 
 
 def cheapest(groups: Sequence[Group], num_rows: int) -> Group:
-    """Picks the cheapest group whose longest rows have enough response tokens to compare, cut to those rows: two, or
-    more where a rank has so many rows that three passes over them are an eighth of its update. Of a tree it keeps three
-    rows at least: the longest, and the rows that share the most and the least with it, so that passes nest."""
+    """Picks the cheapest group whose longest rows have enough response tokens to compare, and cuts it to those rows.
+    They are two, or more where a rank has so many rows that three passes over them are an eighth of its update. Of a
+    tree it keeps at least three, so that passes nest: the longest row, and those that share the most and the least with
+    it.
+
+    Args:
+        groups: as `candidates` returns them.
+        num_rows: all that this rank computes.
+    """
 
     def longest(group: Group) -> Group:
         units = sorted(group.units(), key=lambda unit: -sum(group.suffix_lens[slice(*unit)]))
@@ -85,7 +99,7 @@ def cheapest(groups: Sequence[Group], num_rows: int) -> Group:
         most_rows = max(least_rows, min(_MOST_ROWS, num_rows // 24))
         tokens = [sum(sum(group.suffix_lens[slice(*unit)]) for unit in units[:n]) for n in range(least_rows, most_rows)]
         count = next((n for n, sum_ in enumerate(tokens, start=least_rows) if sum_ >= _ENOUGH_TOKENS), most_rows)
-        return group.with_rows(sorted(row for unit in units[:count] for row in range(*unit))).pruned()
+        return group.with_rows(sorted(i for unit in units[:count] for i in range(*unit))).pruned()
 
     sampled = [longest(group) for group in groups]
     shared = [group for group in sampled if group.is_shared] or sampled

@@ -39,7 +39,10 @@ class Planner:
     """Plans an engine's batches, once the engine has its model.
 
     Args:
-        new_runner: makes a `PlanRunner` of (outputs, step, forward_only). headroom: of this rank's device.
+        backend: of the engine.
+        options: of the engine.
+        new_runner: makes a `PlanRunner` of (outputs, step, forward_only).
+        headroom: of this rank's device.
         role: the engine's, as of `config.actor.role_of`.
 
     Attributes:
@@ -62,9 +65,9 @@ class Planner:
             dense_mask=facts.dense_mask,
             wave_tokens=options.wave_tokens,
             # Where the stock path cannot be sharded, each rank of a slice group computes every token.
-            min_speedup=0 if facts.why_not_sharded else options.min_speedup,
+            min_speedup=0 if facts.wrong_when_sharded else options.min_speedup,
             memory=backend.memory(options),
-            one_row=facts.never_packs,
+            one_row=facts.separates_rows,
         )
         if options.schedule != "auto":
             return
@@ -109,26 +112,27 @@ class Planner:
         return None
 
     def plan(
-        self, batch: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int], of_ref: bool = False
+        self, batch: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int], computes_ref: bool = False
     ) -> tuple[Plan | WhyStock, dict[str, float]]:
         """Returns this rank's plan, or why the batch takes the stock path; and prefix/* about that.
 
         Args:
             batch: this rank's own rows, which the stock path would compute. Their flags give budgets.
             groups: of the rows that this rank computes, after the exchange.
-            dead: those of them that are left out; their groups are idle.
-            of_ref: these are log-probs of ref by the actor, which no update follows.
+            forward_only: not an update.
+            dead: the numbers of those of them that are dead; their groups are idle.
+            computes_ref: these are log-probs of ref by the actor, which no update follows.
         """
         groups, idle = leave_out(groups, dead) if dead else (groups, [])
         # A budget follows from the batch's flags and the lengths of groups, which may be of rows from other ranks.
         shared, own = (Batch(each, batch.budget(each)) for each in (groups, batch.alone))
-        if not (self._stock_facts.why_not_sharded or self._stock_facts.never_packs):
+        if not (self._stock_facts.wrong_when_sharded or self._stock_facts.separates_rows):
             self._tell_long_rows(batch, own.budget, forward_only)
         self._tell_waves(shared.budget)
         if self._chooser is None:
             plan: Plan | None = self.costs.plan(*shared, self.options.schedule, forward_only)
         else:
-            plan = self._chooser.choose(*shared, forward_only, own, leads=not of_ref)
+            plan = self._chooser.choose(*shared, forward_only, own, leads=not computes_ref)
         metrics = self._bubble(plan or self.costs.stock_passes(*own), forward_only)
         if self._chooser and self._chooser.speedup:
             metrics["prefix/predicted_speedup"] = self._chooser.speedup
@@ -141,8 +145,8 @@ class Planner:
         return WhyStock(reason), metrics
 
     def _bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
-        """Predicts the share of a batch in which the stages of a pipeline wait, as a metric; {} with one stage. It is
-        said once, of an update."""
+        """Predicts the share of a batch's time in which the stages of a pipeline wait, as a metric; {} with one stage.
+        Of an update it says so once."""
         if self.costs.memory.stages == 1:
             return {}
         bubble = self.costs.timeline(path, "forward" if forward_only else "update", self.costs.flops()).bubble

@@ -174,7 +174,7 @@ class Predictor:
         dense = not is_varlen(attention_of(config.actor, config.model)[1])
 
         def min_speedup(slices: int) -> float:
-            """0 where verl's own path would be `StockFacts.why_not_sharded`, which `auto` never takes."""
+            """0 where verl's own path would be `StockFacts.wrong_when_sharded`, which `auto` never takes."""
             return 0 if slices > 1 and model.spread else options.min_speedup
 
         # Over the ranks that share it: weights, gradients and AdamW's moments.
