@@ -2,8 +2,8 @@
 
 verl averages what an engine reports over ranks and mini-batches. But it takes the maximum of names with "max"
 (prefix/moe/max_vio/*, prefix/moe/avg_vio/max), and the minimum of timing_s/*, since it finds "min" in "timing"
-(reduce_metrics, verl/utils/metric/utils.py). So each rank reports a step's counts and seconds once, with its last
-mini-batch, and all else with each.
+(reduce_metrics, verl/utils/metric/utils.py). So counts and seconds are summed here and reported once, with the step's
+last mini-batch. Every other metric is reported with each mini-batch.
 """
 
 import itertools
@@ -34,18 +34,20 @@ COUNTS = [
         "split_uids", "exchanged_rows", "exchanged_mib", "nonfinite_passes", "zero_advantage_rows",
     )
 ]  # fmt: skip
+# Of mini-batches the largest is reported; the others of a step add up.
+_PEAK = "prefix/phase_b_peak_gib"
 # The maximum over ranks is reported: of seconds, since ranks wait for the slowest (as verl's own seconds do), of peaks,
 # and of what every rank knows of all.
 MOST = [
     *(f"timing_s/prefix_{name}" for name in ("exchange", "packed", "phase_a", "phase_b", "phase_c", "verify")),
-    *(f"prefix/{name}" for name in ("split_groups", "cost_split_groups", "phase_b_peak_gib")),
-]
+    *(f"prefix/{name}" for name in ("split_groups", "cost_split_groups")), _PEAK,
+]  # fmt: skip
 # Counted, but not reported: tokens that stock computes, and that ours would compute if every group were one pass.
 _TOKENS, GROUP_TOKENS = "tokens of rows", "tokens of groups"
 # And of the first batch what `grouping.tokens_by_trees` counts.
 TREE_TOKENS = {name: f"tokens of trees: {name}" for name in ("stock", "off", "uid", "batch")}
 _SUMS = (*COUNTS, _TOKENS, GROUP_TOKENS, *TREE_TOKENS.values())
-# The share of a step's tokens from which the log says what torn groups cost, or other trees would save.
+# The share of a step's tokens from which the log says what split prompts cost, or other trees would save.
 _WORTH_TELLING = 0.02
 
 
@@ -76,7 +78,7 @@ class StepMetrics:
         batch all ranks count the tokens that each value of `prefix.trees` would compute.
         """
         rows, metrics = exchange.computed, dict[str, float]()
-        if not forward_only and self._options.mini_batches == "rows":  # "prompts" tears them on purpose
+        if not forward_only and self._options.mini_batches == "rows":  # "prompts" splits them on purpose
             self._uids[-1] = exchange.uids
         of_uid = Counter(uid for uid, _ in {*zip(rows.uids, rows.keys, strict=True)})
         metrics["prefix/split_uids"] = sum(n > 1 for n in of_uid.values()) if "uid" in rows.data.keys() else 0
@@ -87,7 +89,7 @@ class StepMetrics:
             metrics |= {TREE_TOKENS[name]: number for name, number in tokens.items()}
         return metrics
 
-    def _torn(self) -> Set[Hashable]:
+    def _split_prompts(self) -> Set[Hashable]:
         """Finds prompts with rows in several mini-batches of an epoch of the step, which is over."""
         num = -(-len(self._uids) // self._epochs)
         epochs = (self._uids[start : start + num] for start in range(0, len(self._uids), num))
@@ -97,7 +99,7 @@ class StepMetrics:
     def report(self, metrics: Mapping[str, float], batch: BatchRows, forward_only: bool) -> dict[str, list[float]]:
         """Returns what a rank reports after a batch whose own metrics are `metrics`.
 
-        Log-probs are a step of their own. verl's v1 trainer drops their metrics. So the next update says how many of
+        Log-probs are a step of their own, whose metrics verl's v1 trainer drops. So the next update says how many of
         their rows did not share.
 
         Args:
@@ -113,7 +115,8 @@ class StepMetrics:
             reported |= self._over_ranks(counted, 0, forward_only)
         else:
             for name, value in counted.items():
-                self._step[name] = self._step.get(name, 0.0) + value
+                before = self._step.get(name, 0.0)
+                self._step[name] = max(before, value) if name == _PEAK else before + value
             if batch.flag("update_lr_scheduler", True):
                 reported |= self._over_ranks(*self._close_step(), forward_only)
             else:
@@ -121,28 +124,28 @@ class StepMetrics:
         return {name: [float(value)] for name, value in reported.items()}
 
     def _close_step(self) -> tuple[dict[str, float], int]:
-        """Returns what this rank counted in the step, which is over, and how many prompts it tore; starts the next."""
-        step, num_torn = self._step, len(self._torn())
+        """Ends a step: returns what this rank counted in it, and how many prompts were split in it."""
+        step, num_split = self._step, len(self._split_prompts())
         step["prefix/log_prob_stock_rows"] = self._log_prob_stock_rows
-        step["prefix/split_groups"] = step.get("prefix/split_groups", 0.0) + num_torn
+        step["prefix/split_groups"] = step.get("prefix/split_groups", 0.0) + num_split
         self._log_prob_stock_rows = 0.0
         self._start_step()
-        return step, num_torn
+        return step, num_split
 
-    def _over_ranks(self, step: Mapping[str, float], num_torn: int, forward_only: bool) -> dict[str, float]:
-        """Adds up a step's counts over all ranks, as metrics. Also says what torn prompts cost and what other trees
+    def _over_ranks(self, step: Mapping[str, float], num_split: int, forward_only: bool) -> dict[str, float]:
+        """Returns a step's counts of all ranks, as metrics. Also says what split prompts cost, and what other trees
         would save."""
         # Of all names, so that ranks never send different numbers of values.
         sums = self._ranks.sum_over_ranks([step.get(name, 0.0) for name in _SUMS])
         total = {name: value / self._ranks.copies for name, value in zip(_SUMS, sums, strict=True)}
-        *most, torn_anywhere = self._ranks.max_over_ranks([*(step.get(name, 0.0) for name in MOST), num_torn])
-        self._warn_of_torn_groups(total, int(torn_anywhere), forward_only)
+        *most, split_anywhere = self._ranks.max_over_ranks([*(step.get(name, 0.0) for name in MOST), num_split])
+        self._warn_of_split_prompts(total, int(split_anywhere), forward_only)
         self._warn_of_trees(**{name: total[metric] for name, metric in TREE_TOKENS.items()})
         total |= zip(MOST, most, strict=True)
         of_step = {name: total[name] for name in (*COUNTS, *MOST) if name in step}
         return of_step | {"prefix/reuse_fraction": total["prefix/tokens_saved"] / max(total[_TOKENS], 1)}
 
-    def _warn_of_torn_groups(self, total: Mapping[str, float], num_torn: int, forward_only: bool) -> None:
+    def _warn_of_split_prompts(self, total: Mapping[str, float], num_split: int, forward_only: bool) -> None:
         """Says once, after the first step that shares, which prompts the trainer put into several mini-batches.
 
         What that costs follows from the last log-probs of the same rows, which saw their prompts whole. Without any, as
@@ -159,14 +162,14 @@ class StepMetrics:
             if more <= _WORTH_TELLING * tokens:
                 return
             cost = f", {more:.0f} tokens more than {tokens:.0f} at this step (+{100 * more / tokens:.0f}%)"
-        if num_torn and torch.distributed.get_rank() == 0:
+        if num_split and torch.distributed.get_rank() == 0:
             logger.warning(
                 "prefix: prompts with rows in several mini-batches, each of which computes them: %d%s. Set trainer.v1."
                 "trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async) and, where an agent loop "
                 "returns a row per turn, also actor_rollout_ref.actor.prefix.mini_batches=prompts. Under trainer."
                 "use_v1=false and verl.experimental leave actor_rollout_ref.actor.use_prefix_grouper and trainer."
                 "balance_batch at their defaults, and make ppo_mini_batch_size a multiple of the ranks",
-                num_torn, cost,
+                num_split, cost,
             )  # fmt: skip
 
     def _warn_of_trees(self, stock: float, off: float, uid: float, batch: float) -> None:
@@ -195,7 +198,7 @@ def plan_metrics(
 ) -> dict[str, float]:
     """Returns this rank's prefix/* metrics of one mini-batch, in which rows of padding share nothing."""
     groups = rows.without_padding(groups)
-    computed = [(g, one.tokens_of(g)) for one in plan.all_passes for g in rows.without_padding(one.groups)]
+    computed = sum(one.tokens_of(group) for one in plan.all_passes for group in rows.without_padding(one.groups))
     num_logical = sum(group.num_logical_tokens for group in groups)
     shared = [group for group in groups if group.is_shared]
     peak = runner.meter.phase_b_peak
@@ -204,14 +207,14 @@ def plan_metrics(
     of_groups = {} if loss.is_unknown else {GROUP_TOKENS: sum(group.num_physical_tokens for group in groups)}
     return {
         **of_groups,
-        **({"prefix/phase_b_peak_gib": peak / 2**30} if peak else {}),
+        **({_PEAK: peak / 2**30} if peak else {}),
         "prefix/attention_kept": runner.forward.keep_attention,
         "prefix/groups": len(shared),
         "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
         "prefix/tree_depth": max(
             (len([*group.strands_before(fork)]) for group in groups for fork in group.forks), default=0
         ),
-        "prefix/tokens_saved": num_logical - sum(tokens for _, tokens in computed),
+        "prefix/tokens_saved": num_logical - computed,
         "prefix/pass_depth": plan.depth,
         "prefix/recomputed_tokens": plan.recomputed_tokens,
         "prefix/packed_passes": plan.num_losses - len(plan.waves),
@@ -222,7 +225,7 @@ def plan_metrics(
 
 
 def num_dead(rows: BatchRows, plan: Plan) -> int:
-    """Counts the dead rows that the plan leaves out, but for padding and for rows with empty responses."""
-    left_out = (row for group in plan.idle_groups for row in group.rows)
+    """Counts the dead rows in idle groups, but for padding and for rows with empty responses."""
+    idle = (row for group in plan.idle_groups for row in group.rows)
     dead = rows.dead - rows.padding
-    return sum(row in dead and rows.response_lens[row] > 0 for row in left_out)
+    return sum(row in dead and rows.response_lens[row] > 0 for row in idle)
