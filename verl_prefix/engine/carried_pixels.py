@@ -17,7 +17,11 @@ PARTITION = "train"
 
 def receive_pixels(data: TensorDict) -> TensorDict:
     """Returns the batch with every row's pixels. No dict of `data` changes, since an update of several epochs asks for
-    its rows again."""
+    its rows again.
+
+    Raises:
+        RuntimeError: as `with_carried_pixels`.
+    """
     rows: list[Row] = tu.get(data, PIXELS, [])
     if not any(row and (CARRIES in row or CARRIED_BY in row) for row in rows):
         return data
@@ -27,9 +31,8 @@ def receive_pixels(data: TensorDict) -> TensorDict:
 
 
 def with_carried_pixels(rows: Sequence[Row]) -> list[Row]:
-    """Returns rows with their pixels, shared with the row that carried them.
-
-    A carrier on another rank or in another mini-batch is fetched from TransferQueue.
+    """Returns rows with their pixels, which are the tensors of the row that carried them. A carrier on another rank or
+    in another mini-batch is fetched from TransferQueue.
 
     Args:
         rows: verl's `multi_modal_inputs`: one dict per row, empty or None for text alone.

@@ -5,8 +5,8 @@
 
 Each way takes a fixed number of collectives, all of tensors. Rows and tables go through the group of ranks that have
 different rows (`Ranks.data`; see `travel`). After each piece of work `together` asks all ranks of the job, copies too,
-whether it went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only what
-sends the tables and rows, with its buffers, is outside of that.
+whether it went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only sending
+tables and rows, and making buffers for tables, is outside of that.
 """
 
 import logging
@@ -36,7 +36,8 @@ class Exchange:
     rows that it has.
 
     Attributes:
-        computed: the rows. groups: theirs.
+        computed: the rows.
+        groups: of these rows.
         tree_rule: what they share, for this batch and those that follow.
         uids: 64-bit hashes of all ranks' uids, without padding's. Where ranks exchange nothing, this rank's uids
             themselves.
@@ -63,20 +64,23 @@ class Exchange:
 
 
 def open_exchange(
-    backend: Backend, option: str, batch: BatchRows, tree_rule: TreeRule, loss: Loss, leaves_out: bool
+    backend: Backend, option: str, batch: BatchRows, tree_rule: TreeRule, loss: Loss, skips_dead: bool
 ) -> Exchange:
     """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`,
     unless the batch takes the stock path after all.
 
     Args:
-        option: `prefix.exchange`. tree_rule: what rows share besides whole prompts.
-        leaves_out: dead rows cost nothing where rows are placed, and are marked in the rows that are computed.
+        option: `prefix.exchange`.
+        batch: this rank's rows.
+        tree_rule: what rows share besides whole prompts.
+        loss: of the batch.
+        skips_dead: dead rows are found (`Loss.find_dead`), and cost nothing where rows are placed.
 
     Raises:
         RankError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
     ranks, travel = _exchanging_ranks(backend, option, loss), None
-    if leaves_out:  # for the costs by which rows are placed
+    if skips_dead:  # for the costs by which rows are placed
         with together("finding rows without gradient"):
             batch = batch.with_dead(loss.find_dead(batch))
     computed = batch
@@ -86,7 +90,7 @@ def open_exchange(
         computed = travel.send_rows() if travel.moves.any_travels else batch
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
-        if leaves_out:  # again, since rows that arrive bring no mark
+        if skips_dead:  # again, since rows that arrive bring no mark
             computed = computed.with_dead(loss.find_dead(computed))
         is_cut = travel.is_cut if travel else tree_rule.cuts_rows(computed.uids, computed.keys)
         groups = group_rows(computed, tree_rule, is_cut)
@@ -99,7 +103,7 @@ def open_exchange(
 
 
 def _exchanging_ranks(backend: Backend, option: str, loss: Loss) -> dist.ProcessGroup | None:
-    """The ranks that exchange rows; None: rows stay."""
+    """Returns the ranks that exchange rows; None: rows stay."""
     if option == "off" or backend.ranks.data_size == 1:
         return None
     if loss.is_unknown:

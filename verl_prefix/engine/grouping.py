@@ -41,9 +41,9 @@ class TreeRule(NamedTuple):
 
 
 def group_rows(rows: BatchRows, tree_rule: TreeRule, is_cut: bool) -> list[Group]:
-    """Groups all rows that this rank computes: rows with the same key, or trees where the batch `is_cut` at the
-    ends of messages. Rows that say which experts their tokens go to are trees in any case, since rows with the same
-    prompt may go other ways at its end.
+    """Groups all rows that this rank computes: rows with the same key, or trees where the batch `is_cut` at the ends of
+    messages. Rows that say which experts their tokens go to become trees in any case: at the end of one prompt their
+    experts may differ.
 
     Raises:
         ValueError: a row's prompt is empty, or not that of its group: it did not arrive as it left.
@@ -61,15 +61,16 @@ def group_rows(rows: BatchRows, tree_rule: TreeRule, is_cut: bool) -> list[Group
 
 
 def row_cuts(rows: BatchRows, tree_rule: TreeRule) -> list[list[int]]:
-    """Where each row is cut, by the ends of its messages: see `core.trees.cuts_at`."""
+    """Returns where each row is cut, by the ends of its messages: see `core.trees.cuts_at`."""
     prompts = rows.prompts
     ends, shown = message_ends(prompts, tree_rule.ends), shown_lens(prompts, tree_rule.config)
     return [cuts_at(*of_row) for of_row in zip(ends, rows.prompt_lens, shown, strict=True)]
 
 
 def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group]) -> dict[str, float]:
-    """Counts the tokens that "stock" and each value of `prefix.trees` compute of these rows, without padding and as if
-    every group were one pass. For single prompts with pixels `batch` is not counted; it gets the number of `uid`.
+    """Counts the tokens that each value of `prefix.trees` computes of these rows, as if every group were one pass, and
+    those that "stock" computes. Padding does not count. Prompts with pixels that are no turns are not counted by
+    `batch`, which gets the number of `uid`.
 
     Args:
         groups: of these rows, by `tree_rule`.
@@ -140,6 +141,6 @@ def _block_cuts(cuts: Sequence[int]) -> list[int]:
 
 
 def _mix_columns(rows: torch.Tensor) -> torch.Tensor:
-    """[n] int64: well spread values of rows [n, m] of int16."""
+    """Returns well spread values of rows [n, m] of int16: [n] int64."""
     wide = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4)).view(torch.int64)
     return mix(mix(wide ^ mix(torch.arange(wide.shape[1]))).sum(1))

@@ -19,7 +19,7 @@ _KEPT = (True, True), (True, False), (False, True), (False, False)
 
 
 class Headroom:
-    """The memory that a device has left, by which an engine decides.
+    """The memory that this rank's device has left, by which an engine decides.
 
     Attributes:
         is_known: False without CUDA, where all fits.
@@ -34,8 +34,8 @@ class Headroom:
         self._largest_added = self._added_now = 0.0  # what the largest and the present update add, by estimate
 
     def fits(self, costs: CostModel, passes: Sequence[PassCost]) -> bool:
-        """Whether passes of the stock path fit this rank, as an update, or as log-probs in an engine that has no
-        updates. The chooser takes the worst of all ranks."""
+        """Whether passes of the stock path fit this rank: as an update, or as log-probs in an engine without updates.
+        The chooser takes the worst of all ranks."""
         if not self.is_known:
             return True
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -44,9 +44,9 @@ class Headroom:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Context of an optimizer step with its passes. Room is then what is free on the device, plus what the largest
-        update so far added, but of that only what the allocator still caches: the next update takes it from there, and
-        nothing is left of it where verl emptied the cache."""
+        """Context of an optimizer step with its passes, after which room is measured. It is the device's free memory,
+        and what the allocator caches, but of that at most as much as the largest update added: the next update takes
+        it from there."""
         self._added_now = 0.0
         yield
         if self._added_now and self.is_known:
@@ -58,11 +58,14 @@ class Headroom:
 
     def choose_memory(self, plan: Plan, costs: CostModel, option: str, logits_once: bool) -> Memory:
         """Decides what this update keeps, the same on every rank: the most of `_KEPT` that all ranks may keep and have
-        room for. Every rank reaches its collective, also where it may keep nothing: `logits_once` follows from packages
-        and environment variables, in which nodes may differ.
+        room for. Every rank calls it. A rank reaches the collective also where it may keep nothing, since `logits_once`
+        follows from packages and environment variables, in which nodes may differ.
 
         Args:
-            plan: this rank's. option: `prefix.keep_attention`. logits_once: `Backend.reads_logits_once`.
+            plan: this rank's.
+            costs: of the engine.
+            option: `prefix.keep_attention`.
+            logits_once: `Backend.reads_logits_once`.
         """
         shape, least = costs.shape, costs.memory
         attention = may_keep_attention(shape, least.checkpointed, option)

@@ -112,16 +112,16 @@ class Loss:
 
     def needs_masked_outputs(self, data: TensorDict) -> bool:
         """Whether somebody reads outputs of tokens whose response_mask is 0. Nobody does if the loss is verl's own of
-        policies, the batch has response_mask and old_log_probs, and all that the loss reads is finite. If something is
-        not, masked tokens count: on the stock path a masked NaN spoils the update as well, and ours must not hide it.
-        A critic's head is cheap, and computes all of them."""
+        policies, the batch has response_mask and old_log_probs, and all that the loss reads is finite. Where something
+        is not finite, masked tokens count: on the stock path a masked NaN spoils the update, and ours must not hide it.
+        A critic's head is cheap, and computes all tokens."""
         if not self.kind.sums_rows or self.kind.of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
     def find_dead(self, rows: BatchRows) -> frozenset[int]:
-        """Finds the dead rows: their advantages are zero wherever response_mask is 1, so that they have neither loss
-        nor gradient. There are none where anything is not finite, or where outputs are wanted back.
+        """Returns the numbers of dead rows: where response_mask is 1 their advantages are 0, so that they have no loss
+        and no gradient. No row is dead where anything is not finite, or where outputs are wanted back.
 
         Raises:
             ValueError: rows without advantage have a gradient in this loss.
@@ -144,8 +144,8 @@ class Loss:
     def has_gradient(self, rows: BatchRows, numbers: list[int], process_group: Any) -> bool:
         """Whether verl's loss of the rows with these `numbers` has a gradient in any of their outputs. No model runs.
         The loss is computed of eight rows at a time, twice: with log-probs equal to the old ones, where nothing is
-        clipped, and 0.1 above these. It stops at the first rows with a gradient, on each rank at its own: these losses
-        have no collectives."""
+        clipped, and 0.1 above these. Each rank stops at its first rows with a gradient: these losses have no
+        collectives."""
         for start in range(0, len(numbers), 8):
             batch = rows.select(numbers[start : start + 8])
             micro_batch = self.micro_batch(batch.data, [*range(len(batch))])
@@ -161,8 +161,8 @@ class Loss:
         return False
 
     def micro_batch(self, data: TensorDict, numbers: list[int]) -> TensorDict:
-        """Takes the rows of one pass to the device. Tensors of which verl's own loss only needs lengths stay on the
-        host: it reads them row by row (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
+        """Takes the rows of one pass to the device. verl's own loss reads some tensors row by row, for their lengths
+        alone (no_padding_2_padding). These stay on the host, or the device would be idle for some 0.1 ms a row."""
         on_host = select_rows(data, numbers)
         micro_batch = on_host.to(get_device_id())
         if self.kind.sums_rows:
@@ -172,9 +172,9 @@ class Loss:
         return micro_batch
 
     def for_stock(self) -> LossFunction | None:
-        """Returns the function as the stock path calls it. Where it would raise, since no token of a micro-batch counts
-        (one of padding alone), it is zero, and so are its metrics, of which each micro-batch has to have the same. Of
-        a micro-batch of empty responses alone it raises, as in verl's engine."""
+        """Returns the function as the stock path calls it. verl's would raise where no token of a micro-batch counts,
+        as in one of padding alone. Then the loss is 0 and so are its metrics, since every micro-batch must have the
+        same ones. For a micro-batch of empty responses alone it raises, as in verl's engine."""
         function = self.function
         if function is None or not self.kind.needs_a_token:
             return function
@@ -197,11 +197,13 @@ class Loss:
     def __call__(
         self, model_output: Mapping[str, torch.Tensor], data: TensorDict, process_group: Any
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
-        """Computes the loss and the metrics of a pass, and says whether there are metrics: not where verl's loss would
-        raise, since no token counts. Then the loss is zero (`pass_results`).
+        """Computes the loss and the metrics of a pass, and says whether there are metrics. Where verl's loss would
+        raise, since no token counts, there are none, and the loss is 0 (`pass_results`).
 
         Args:
-            data: its rows, as `micro_batch` takes them. process_group: the ranks that compute data in parallel.
+            model_output: of its rows, jagged [rows, tokens] by name.
+            data: its rows, as `micro_batch` takes them.
+            process_group: the ranks that compute data in parallel.
         """
         output = next(iter(model_output.values()))
         if self.function is None:
@@ -212,7 +214,7 @@ class Loss:
 
 
 def zeros_of(metric: Metric) -> Metric:
-    """A metric that is aggregated alike, and has as many values, all 0."""
+    """Returns a metric that is aggregated like this one, and has as many values, all 0."""
     zeros = metric.init_list()
     zeros.extend([0.0] * len(metric.values))
     return zeros

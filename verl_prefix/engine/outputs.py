@@ -53,13 +53,13 @@ class TokenOutputs:
     """Outputs of a mini-batch's suffix tokens, of `Backend.output_names`.
 
     Args:
-        needs_masked_outputs: whether somebody reads outputs where response_mask is 0. If not, lm_head leaves those
-            tokens out.
+        needs_masked_outputs: somebody reads outputs where response_mask is 0. Else lm_head skips those tokens.
         last_tokens: rows' last tokens are computed too, without lm_head.
         processor: under `distillation_use_topk`, verl's function of logits and the teacher's rows.
 
     Attributes:
-        tokens: the batch as the runner computes it. names: of the outputs, one column each.
+        tokens: the batch as the runner computes it.
+        names: of the outputs, one column each.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class TokenOutputs:
             self._take_teacher(device)
 
     def _take_teacher(self, device: Any) -> None:
-        """Takes the teacher's rows of suffix tokens to the device. `_teacher_rows` [N] numbers each token's; a token
-        outside of suffixes has the one of the batch's last token."""
+        """Takes the teacher's rows of suffix tokens to the device. `_teacher_rows` [N] says which of them is each
+        token's. A token outside of suffixes has that of the batch's last token."""
         data, offsets = self.rows.data, self.rows.offsets
         spans = zip(offsets, self.rows.prompt_lens, self.rows.response_lens, strict=False)
         places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])
@@ -110,7 +110,7 @@ class TokenOutputs:
         return None if int(mask.sum()) == sum(self.rows.response_lens) else mask
 
     def _blank_routes(self) -> torch.Tensor:
-        """What routes are recorded into: no token has a record yet (`backend.Replay`)."""
+        """Makes the tensor that routes are recorded into. No token has a record yet (`backend.Replay`)."""
         replay = self.backend.replay
         assert replay is not None
         return torch.zeros(self.rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
@@ -135,7 +135,8 @@ class TokenOutputs:
         """Makes outputs of suffix tokens from their logits: [n, k], one column per name in `names`.
 
         Args:
-            index: [n] of the tokens in the batch's flat values. logits: [n, vocabulary].
+            index: [n] int64, of the tokens in the batch's flat values.
+            logits: [n, this rank's part of the vocabulary].
         """
         if len(index) not in self._offsets:
             self._offsets[len(index)] = on_device(torch.tensor([0, len(index)]), index.device)
@@ -161,12 +162,17 @@ class TokenOutputs:
         return self.of_logits(index, self.backend.logits_like())[:0]
 
     def scatter_to_rows(self, layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Puts each output at its place in its row, in verl's nested full-length form. Prompts get zeros. Response
-        tokens without an output, which lm_head left out or whose row is dead, get entropy 0 and their old log-prob. The
-        loss masks these tokens, or multiplies them by 0, and nobody gets their outputs back.
+        """Puts each output at its place in its row, in verl's nested full-length form. Prompts get zeros. A response
+        token has no output where lm_head skips it or its row is dead. It gets entropy 0 and its old log-prob: the loss
+        masks the token, or multiplies it by 0, and nobody gets its outputs back.
 
         Args:
-            layout: of a pass. outputs: [outputs that are read, k]. offsets: of its rows, one after the other.
+            layout: of a pass.
+            outputs: [outputs that are read, k].
+            offsets: [rows + 1] int64, of the pass's rows, one after the other.
+
+        Returns:
+            jagged [rows, tokens] by name.
         """
         numbers = [row for group in layout.groups for row in group.rows]
         starts, ends = ([self.tokens.offsets[row + end] for row in numbers] for end in (0, 1))
@@ -175,8 +181,8 @@ class TokenOutputs:
         # row that starts at or before it), and shift it to where that row lies in this pass.
         batch_starts = torch.tensor(starts, dtype=torch.int64)
         order = batch_starts.argsort()
-        place = order[torch.searchsorted(batch_starts[order], layout.output_places, right=True) - 1]
-        shift = (torch.tensor(pass_starts, dtype=torch.int64) - batch_starts)[place]
+        in_pass = order[torch.searchsorted(batch_starts[order], layout.output_places, right=True) - 1]
+        shift = (torch.tensor(pass_starts, dtype=torch.int64) - batch_starts)[in_pass]
         full = outputs.new_zeros(num_tokens, outputs.shape[-1])
         if self._old_log_probs is not None:
             old = torch.cat([self._old_log_probs[start:end] for start, end in zip(starts, ends, strict=True)])

@@ -35,10 +35,13 @@ class PassResults:
     """Results of a mini-batch's passes, which the runner hands to `step`.
 
     Args:
-        rows: the mini-batch's, on this rank. last_tokens: of `TokenOutputs`.
+        rows: the mini-batch's, on this rank.
+        loss: of its passes.
+        forward_only: not an update: outputs are wanted.
         hides_padding: in a pass that has real rows the loss gets these alone, since its metrics hold means over rows
             (verl#7771). In a pass of padding alone the loss is called, and its metrics are dropped where this rank has
             others.
+        last_tokens: of `TokenOutputs`.
 
     Attributes:
         returns_outputs: whether outputs of rows are wanted, on every rank or on none.
@@ -62,8 +65,9 @@ class PassResults:
         """Does what verl's forward_step does after the model: returns the loss of a pass, and keeps its results.
 
         Args:
+            layout: of the pass.
             outputs: [outputs that are read, k].
-            with_loss: False: a loss function is not called, and the loss is zero.
+            with_loss: False: a loss function is not called, and the loss is 0.
         """
         numbers = [row for group in layout.groups for row in group.rows]
         micro_batch = self._loss.micro_batch(self._data, numbers)
@@ -87,8 +91,12 @@ class PassResults:
 
     def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Ends the run: returns verl's output of all passes, and how many of them had anything not finite. Every rank
-        calls it. On a rank without outputs, a stage of a pipeline before the last one, "model_output" is None where
-        outputs are wanted, and else {} (`Exchange.give_back`)."""
+        calls it. A stage of a pipeline before the last one has no outputs: there "model_output" is None where outputs
+        are wanted, and else {} (`Exchange.give_back`).
+
+        Args:
+            plan: whose passes ran.
+        """
         output: dict[str, Any] = {"model_output": None if self.returns_outputs else {}, "metrics": {}}
         num_not_finite, ranks = 0, self._backend.ranks
         if ranks.has_outputs:
@@ -101,10 +109,12 @@ class PassResults:
         return output, num_not_finite
 
     def _add_idle_groups(self, plan: Plan) -> None:
-        """Makes results of idle groups, which no pass computes, in two cases. If outputs are wanted, theirs are, and no
-        loss function is called. If this rank has no other rows the loss is called, since every rank must report the
-        same metrics, and equally many values of each (`even_out`). Of no token it may return NaN, which counts as
-        finite, or raise."""
+        """Makes results of idle groups, which no pass computes, in two cases.
+
+        - Outputs are wanted: then also those of idle groups, whose outputs are empty.
+        - This rank has no other rows: then the loss is called, since every rank must report the same metrics, and
+          equally many values of each (`even_out`). Of no token it may return NaN, which counts as finite, or raise.
+        """
         if plan.idle_groups and (self.returns_outputs or not self._results):
             alone = not self._results
             with torch.no_grad(), self._backend.autocast():
@@ -156,9 +166,15 @@ class PassResults:
 
 
 def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:
-    """Extends every `Metric` from the values of the passes with `outputs` to those of `num_passes`. verl averages them
-    over ranks by position (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's
-    own mean to anything else."""
+    """Extends every `Metric` to the values of `num_passes` passes. verl averages values over ranks by position
+    (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's own mean to anything
+    else.
+
+    Args:
+        metrics: of the rank, changed in place.
+        outputs: of its passes with rows.
+        num_passes: how many passes every rank runs, with dummies.
+    """
     for name, metric in metrics.items():
         if isinstance(metric, Metric) and metric.values:
             num, real = len(metric.values), sum(name in output["metrics"] for output in outputs)
@@ -168,8 +184,8 @@ def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_
 
 
 def _same_sums(metrics: dict[str, object], process_group: Any) -> None:
-    """Gives a rank without metrics, no token of which counts, zeros for other ranks' sums: verl divides sums by the
-    ranks that have them (Metric.aggregate_dp). Every rank calls it, after `even_out`.
+    """Gives a rank zeros for the sums that other ranks have and it has not, since no token of its rows counts: verl
+    divides a sum by the ranks that have it (Metric.aggregate_dp). Every rank calls it, after `even_out`.
 
     Args:
         process_group: the ranks that compute data in parallel.

@@ -103,7 +103,14 @@ class PrefixEngine:
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """Computes a rank's mini-batch: same contract as verl's method, rows in the order they came."""
+        """Computes a rank's mini-batch, as verl's method does: outputs have the order of its rows. Every rank calls it.
+
+        Raises:
+            RankError: another rank failed, or ranks do not agree.
+            ValueError: rows have wrong routes, positions or pixels, or a gradient that `prefix.skip_zero_advantage`
+                would lose.
+            RuntimeError: the self-check missed, and prefix.verify_action is raise.
+        """
         with together("reading routes"):
             data = self._with_routes(data, forward_only)
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
@@ -133,7 +140,7 @@ class PrefixEngine:
     def _take_stock_path(
         self, why: WhyStock, batch: BatchRows, loss: Loss, forward_only: bool, metrics: dict[str, float]
     ) -> dict[str, Any]:
-        """Computes a batch on the stock path, and reports it. metrics: of what was done before that was decided."""
+        """Computes a batch on the stock path, and reports it. metrics: of what was done before this was decided."""
         warn_once(logger, "prefix: stock path, %s", why.reason)
         with together("receiving pixels"):
             data = receive_pixels(batch.data)
@@ -148,19 +155,20 @@ class PrefixEngine:
         return output
 
     def _open_exchange(self, batch: BatchRows, loss: Loss, forward_only: bool) -> Exchange:
-        """Brings rows to the ranks that compute them, in groups. What they share decides `tree_rule` of later ones."""
+        """Brings rows to the ranks that compute them, and groups them. What they share decides `tree_rule` for later
+        batches."""
         if loss.function is None:  # log-probs alone, for which no teacher travels
             batch = batch.with_data(batch.data.exclude(*TEACHER))
-        leaves_out = self.prefix_config.skip_zero_advantage and not forward_only
-        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss, leaves_out)
+        skips_dead = self.prefix_config.skip_zero_advantage and not forward_only
+        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss, skips_dead)
         self.tree_rule = exchange.tree_rule
         return exchange
 
     def _run_shared_passes(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """`run_plan` on a batch: an update keeps what every rank's device has room for, and is measured until one had
-        waves."""
+        """Runs a batch's plan by `run_plan`. An update keeps what every rank's device has room for. Its peak is
+        measured, until an update has had waves."""
         costs, headroom = self._planner.costs, self._headroom
         memory = costs.memory
         if not forward_only:
@@ -199,8 +207,8 @@ class PrefixEngine:
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Context of verl, which enters it to compute ref by the actor. Routers then choose for themselves, and no
-        update follows what is decided of ref's passes."""
+        """Context of verl's, in which the actor computes ref. Routers then choose for themselves, and no update follows
+        what is decided of ref's passes."""
         with super().disable_adapter(), replaced(self, "_computes_ref", True):  # type: ignore[misc]
             yield
 
@@ -227,10 +235,12 @@ class PrefixEngine:
         """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
 
         Args:
-            rows: as `_with_loss_fields` makes them. groups: of these rows, with idle groups.
-            meter: what measures the passes; None: a new one.
+            rows: as `_with_loss_fields` makes them.
+            groups: of these rows, with idle groups.
+            plan: of these groups.
             context_type: as in `core.forward.PackedForward`.
             memory: what the passes keep; None: as little as they need.
+            meter: what measures the passes; None: a new one.
         """
         ranks, memory = self.backend.ranks, memory or self._planner.costs.memory
         plan = pad_to_same_passes(plan, ranks.max_over_ranks)
@@ -270,9 +280,9 @@ class PrefixEngine:
         return output
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
-        """Runs one optimizer step, as verl's, after `prefix.trace_dir` recorded its batch. Under `mini_batches=prompts`
-        losses that are means over rows divide by the rows of the mini-batch that are no padding; verl tells them
-        another number, n for each prompt."""
+        """Runs one optimizer step, as verl's method does, after `prefix.trace_dir` recorded its batch. Under
+        `mini_batches=prompts` losses that are means over rows divide by the rows of the mini-batch that are no padding.
+        verl tells them another number, n for each prompt."""
         ranks = self.backend.ranks
         rows = BatchRows(data)
         if self.prefix_config.mini_batches == "prompts":
@@ -285,7 +295,7 @@ class PrefixEngine:
         return output
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Loads as verl's; after that no trace is recorded."""
+        """Loads as verl's method does; after that no trace is recorded."""
         super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
         if self._trace is not None:
             self._trace.resumed = True

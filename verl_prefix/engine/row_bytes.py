@@ -20,7 +20,7 @@ TRAVELLING = ("uid", "session_id", PIXELS)
 
 
 class TravellingRow(NamedTuple):
-    """A row: its index where it came from, its tensors by name, and its values of `TRAVELLING`."""
+    """A row: its number where it came from, its tensors by name, and its values of `TRAVELLING`."""
 
     origin: int
     tensors: dict[str, torch.Tensor]
@@ -51,10 +51,10 @@ class RowCodec:
             tensors, {name: values[name].tolist() for name in TRAVELLING if name in values and name not in tensors}
         )
 
-    def row(self, i: int, origin: int) -> TravellingRow:
-        """Row i, to be known as `origin`."""
-        tensors = {name: rows[i] for name, rows in self._rows.items()}
-        return TravellingRow(origin, tensors, {name: values[i] for name, values in self.others.items()})
+    def row(self, number: int, origin: int) -> TravellingRow:
+        """The row with this number, to be known as `origin`."""
+        tensors = {name: rows[number] for name, rows in self._rows.items()}
+        return TravellingRow(origin, tensors, {name: values[number] for name, values in self.others.items()})
 
     def pack(self, rows: Sequence[TravellingRow]) -> torch.Tensor:
         """Packs rows as one uint8 tensor: their tensors, those of pixels among them, by safetensors; all else as JSON.
@@ -82,7 +82,7 @@ class RowCodec:
         return torch.frombuffer(bytearray(save(arrays)), dtype=torch.uint8)
 
     def unpack(self, packed: torch.Tensor) -> list[TravellingRow]:
-        """Returns the rows that `pack` of a batch of the same format packed; tuples come back as lists."""
+        """Returns the rows that a codec of the same format packed; tuples come back as lists."""
         if not len(packed):
             return []
         tensors = load(packed.numpy().tobytes())
@@ -95,26 +95,26 @@ class RowCodec:
         return rows
 
     def join(self, rows: Sequence[TravellingRow]) -> dict[str, torch.Tensor]:
-        """The tensors of a batch of these rows, by name."""
+        """Returns the tensors of a batch of these rows, by name."""
         return {name: _join([row.tensors[name] for row in rows], x) for name, x in self._tensors.items()}
 
 
 def _array(x: torch.Tensor) -> np.ndarray:
-    """The tensor for safetensors.numpy, which unlike safetensors.torch makes no ctypes type per number of bytes: Python
-    keeps those for ever. numpy has no bfloat16, whose bits then stand in int16."""
+    """Returns the tensor for safetensors.numpy: safetensors.torch would make a ctypes type for each number of bytes,
+    and Python keeps those for ever. numpy has no bfloat16, whose bits then stand in int16."""
     x = x.detach().cpu().contiguous()
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def _shape(x: Any) -> tuple[int, list[int]]:
-    """The dimension in which rows differ (0: none), and the sizes of all others except the number of rows."""
+    """Returns the dimension in which rows differ (0: none), and the sizes of all others but that of rows."""
     if not x.is_nested:
         return 0, list(x.shape[1:])
     return x._ragged_idx, [n for i, n in enumerate(x.values().shape, start=1) if i != x._ragged_idx]
 
 
 def _join(rows: list[torch.Tensor], like: Any) -> torch.Tensor:
-    """The tensor that has these rows, nested or not, on the same device as `like`."""
+    """Returns the tensor that has these rows: nested or not, and on the device, as `like` is."""
     if not like.is_nested:
         return torch.stack(rows).to(like.device) if rows else like[:0]
     if not rows:

@@ -43,13 +43,13 @@ def describe(rows: BatchRows, shape: ModelShape) -> torch.Tensor:
     lens = zip(rows.prompt_lens, rows.response_lens, itertools.pairwise(rows.offsets), strict=True)
     sessions = zip(rows.uids, tu.get(rows.data, "session_id", [None] * len(rows)), strict=True)
     table = []
-    for i, (key, (prompt_len, response_len, (start, end)), patches, (uid, session)) in enumerate(
+    for row, (key, (prompt_len, response_len, (start, end)), patches, (uid, session)) in enumerate(
         zip(rows.digests, lens, map(num_patches, rows.pixels), sessions, strict=True)
     ):
-        counted = (0, 0, 0) if i in rows.dead else (max(prompt_len - 1, 0), response_len, patches)
+        counted = (0, 0, 0) if row in rows.dead else (max(prompt_len - 1, 0), response_len, patches)
         costs = *cost(*counted[:2]), cost(0, 0, counted[2])[0]
         low, high, prefix, suffix, pixels = struct.unpack("=5q", key + struct.pack("=3d", *costs))
-        name = PADDING if i in rows.padding else _digest(uid)
+        name = PADDING if row in rows.padding else _digest(uid)
         session = _digest(f"{uid} {session}")
         table.append(Columns(low, high, prefix, suffix, pixels, patches > 0, end - start, name, session))
     return torch.tensor(table, dtype=torch.int64).view(-1, len(Columns._fields))
@@ -60,11 +60,14 @@ def _digest(name: str) -> int:
 
 
 class RowTable:
-    """Columns of all ranks' tables, rank after rank, in lists of one item per row; `starts`: first row of each rank,
-    and the end.
+    """Columns of all ranks' tables, rank after rank, in lists of one item per row.
 
     Args:
         tables: of each rank as `describe` makes them.
+
+    Attributes:
+        ranks: the rank that has each row.
+        starts: the first row of each rank, and the end.
     """
 
     def __init__(self, tables: Sequence[torch.Tensor]) -> None:
@@ -79,11 +82,11 @@ class RowTable:
         self.starts = list(itertools.accumulate(map(len, tables), initial=0))
 
     def as_it_is(self, num_ranks: int) -> Placement:
-        """Leaves every row on the rank that has it."""
+        """Places every row on the rank that has it."""
         return placed_on(self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks)
 
     def by_group(self, num_ranks: int) -> Placement:
-        """Places each group on one rank, as `place_rows`."""
+        """Places each group on one rank, as `place_rows` does."""
         args = self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks
         return place_rows(*args, self.has_pixels)
 

@@ -21,8 +21,8 @@ RECORDS = "records_routes"  # our flag of a batch whose log-probs leave that fie
 
 
 def select_rows(data: TensorDict, numbers: Sequence[int]) -> TensorDict:
-    """Returns rows by their numbers, as verl.utils.tensordict_utils.index_select_tensor_dict does. That makes a tensor
-    of every row of the batch in every field, so that a pass of few rows would take as long as the whole batch."""
+    """Returns rows by their numbers, as verl.utils.tensordict_utils.index_select_tensor_dict does. verl's makes a
+    tensor of every row of every field, so that a pass of few rows would take as long as the whole batch."""
     fields: dict[str, Any] = dict(data.items())
     ragged = {name for name, x in fields.items() if getattr(x, "is_nested", False) and x.lengths() is None}
     others = dict(tu.index_select_tensor_dict(data.exclude(*ragged), list(numbers)).items())
@@ -51,7 +51,8 @@ class BatchRows:
         keys: of its rows, where these came from another rank; None: `digests`.
 
     Attributes:
-        dead: rows without gradient, which an update under `prefix.skip_zero_advantage` leaves out (`Loss.find_dead`).
+        dead: numbers of rows without gradient, which no pass of an update computes under `prefix.skip_zero_advantage`
+            (`Loss.find_dead`).
     """
 
     def __init__(self, data: TensorDict, keys: Sequence[Hashable] | None = None) -> None:
@@ -62,8 +63,8 @@ class BatchRows:
         return len(self.data)
 
     def with_data(self, data: TensorDict) -> "BatchRows":
-        """Returns the same rows in a batch with other fields, which must not change lengths, keys, padding, routes and
-        `dead`: what is known of these is kept."""
+        """Returns the same rows in a batch with other fields. Lengths, keys, padding, routes and `dead` must be equal:
+        what is known of these is kept."""
         if data is self.data:
             return self
         rows = copy.copy(self)
@@ -71,13 +72,13 @@ class BatchRows:
         return rows
 
     def with_dead(self, dead: Set[int]) -> "BatchRows":
-        """Returns the same rows, of which these are known to be dead."""
+        """Returns the same rows; those with the numbers `dead` are known to be dead."""
         rows = copy.copy(self)
         rows.dead = dead
         return rows
 
     def select(self, numbers: Sequence[int], keys: Sequence[Hashable] | None = None) -> "BatchRows":
-        """Returns rows by their numbers, which may repeat. keys: of these rows."""
+        """Returns rows by their numbers, which may repeat. They have these `keys`; None: `digests`."""
         return BatchRows(select_rows(self.data, numbers), keys)
 
     def flag(self, name: str, default: Any = False) -> Any:
@@ -95,7 +96,8 @@ class BatchRows:
         return mask[0].sum(1).tolist(), mask[1].sum(1).tolist()
 
     def at_suffixes(self, name: str) -> torch.Tensor:
-        """A field of the responses (jagged, or padded right) as [N]; a token's value stands at the token before it."""
+        """Returns a field of the responses (jagged, or padded right) as [N] in host memory. A token's value stands at
+        the token before it."""
         values = [row[:n].cpu() for row, n in zip(self.data[name].unbind(), self.response_lens, strict=True)]
         flat = torch.zeros(self.offsets[-1], dtype=values[0].dtype)
         for start, prompt_len, row in zip(self.offsets, self.prompt_lens, values, strict=False):
@@ -174,7 +176,7 @@ class BatchRows:
 
     @functools.cached_property
     def padding(self) -> set[int]:
-        """Rows that verl's v1 trainer adds as padding, which no loss reads."""
+        """Numbers of the rows that verl's v1 trainer adds as padding, which no loss reads."""
         return {row for row, uid in enumerate(tu.get(self.data, "uid", ())) if is_padding(str(uid))}
 
     def without_padding(self, groups: Sequence[Group]) -> list[Group]:
@@ -193,8 +195,8 @@ class BatchRows:
         return [Group.of_prompt((row,), prompt_len - 1, (n,)) for row, (prompt_len, n) in enumerate(lens)]
 
     def budget(self, groups: Sequence[Group]) -> int:
-        """Tokens of one pass over `groups`, on all ranks that share it: verl's token budget, or what its micro-batch of
-        longest rows would hold."""
+        """Returns how many tokens one pass over `groups` has at most, on all ranks that share it. It is verl's token
+        budget, or what verl's micro-batch of the longest rows would hold."""
         if self.flag("use_dynamic_bsz", True):
             return int(self.data["max_token_len_per_gpu"]) * int(self.flag("sp_size", 1))
         rows = ((fork.start, n) for group in groups for fork, n in zip(group.forks, group.suffix_lens, strict=True))
@@ -202,12 +204,14 @@ class BatchRows:
         return int(self.data["micro_batch_size_per_gpu"]) * longest
 
     def check_positions_and_pixels(self, config: Any, rows_begin_at_zero: bool) -> None:
-        """Checks that pixels are those of prompts, and that a stock path which packs rows finds each row where it
-        begins. It looks for position id 0 (`rows_begin_at_zero`), or for ids that do not go up by 1. Of four axes the
-        first decides, that of text; the others jump at images. Else ours would silently differ from it.
+        """Checks two things, without which our results would silently differ from the stock path's. Pixels belong to
+        prompts. And a stock path that packs rows finds each row's begin by position ids. Of their four axes (text,
+        time, height, width) the first decides; the others jump at images.
 
         Args:
-            config: the model's. rows_begin_at_zero: `backend.StockFacts`.
+            config: the model's.
+            rows_begin_at_zero: a row begins at position id 0 (`backend.StockFacts`), or else wherever ids do not go up
+                by 1.
 
         Raises:
             ValueError: naming row and uid.
@@ -233,6 +237,6 @@ class BatchRows:
 
 
 def is_padding(uid: str) -> bool:
-    """Whether a uid is one that verl's v1 trainer makes for rows of padding, its only mark that reaches workers
+    """Whether verl's v1 trainer made this uid for a row of padding. It is the only mark of padding that reaches workers
     (upsample_batch_to_divisible_size, verl/trainer/ppo/padding_utils.py)."""
     return re.fullmatch("pad[0-9a-f]{32}", uid) is not None

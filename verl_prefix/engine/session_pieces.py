@@ -23,8 +23,8 @@ LAST_CUTS = 8  # cuts at a row's end that other ranks hear of: more than the mes
 
 
 def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> torch.Tensor:
-    """Describes the pieces that rows of turns are made of, int64 [pieces, 3]: the row, 64 bits that name the piece, and
-    its cost as the bits of a double. A row without a response, or that is dead, has none.
+    """Describes the pieces that rows of turns are made of, int64 [pieces, 3]: the row's number, 64 bits that name the
+    piece, and its cost as the bits of a double. A dead row, or one without a response, has no piece.
 
     A piece lies between two cuts. Its name is made of all tokens up to its end, so that equal names mean equal
     histories. A long row lists its first cut (the system prompt's) and its last `LAST_CUTS`, and what lies between
@@ -57,7 +57,7 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> 
 
 
 def _owner_of(members: Sequence[Sequence[int]], num: int) -> np.ndarray:
-    """The number of the owner of each of `num` members, given each owner's members."""
+    """Returns the number of each member's owner, [num] int64. members: of each owner, which together are `num`."""
     owner_of = np.empty(num, np.int64)
     for owner, of_owner in enumerate(members):
         owner_of[of_owner] = owner
@@ -73,7 +73,7 @@ class _Pieces(NamedTuple):
 
 
 def _cheapest_pieces(session_of_row: np.ndarray, pieces: torch.Tensor) -> _Pieces:
-    """The pieces of sessions, each once for a session: at the lowest cost that its rows have it for.
+    """Returns the pieces of sessions, each once in a session, at the lowest cost that its rows have for it.
 
     Args:
         pieces: of all rows, as `describe_pieces` makes them.
@@ -87,25 +87,27 @@ def _cheapest_pieces(session_of_row: np.ndarray, pieces: torch.Tensor) -> _Piece
 
 
 def _times_owned(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
-    """How often each item's owner has an item of its name, [n]."""
+    """Counts, for each item, how many items of its name its owner has, [n]."""
     _, number, times = np.unique(_name_of(owner, name), return_inverse=True, return_counts=True)
     return times[number]
 
 
 def _name_of(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
-    """One name for each pair of an owner and a name, [n]."""
+    """Makes one name of each pair of an owner and a name, [n]."""
     return name ^ mix(torch.from_numpy(owner)).numpy()
 
 
 def costs_of_sessions(
     sessions: Sequence[Sequence[int]], uids: Sequence[int], pieces: torch.Tensor, pixel_costs: np.ndarray
 ) -> tuple[list[float], list[float]]:
-    """Prefix and suffix cost of each session: of the trunks, which are pieces that all sessions of its uid have, with
-    the uid's pixels; and of its other pieces.
+    """Returns two costs for each session. The prefix cost is that of its uid's trunk and pixels: the trunk has the
+    pieces that all sessions of the uid share. The suffix cost is that of its other pieces.
 
     Args:
-        sessions: rows of each. uids: of each.
-        pieces: of all rows, as `describe_pieces` makes them. pixel_costs: [rows] float64.
+        sessions: the rows of each, by their numbers in the table.
+        uids: of each session.
+        pieces: of all rows, as `describe_pieces` makes them.
+        pixel_costs: [rows] float64.
     """
     sessions_of_uid = list(rows_by_key(uids).values())
     session_of_row = _owner_of(sessions, len(pixel_costs))

@@ -34,7 +34,7 @@ class Agreement:
         self._maxima[name] = value
 
     def same(self, name: str, value: object) -> None:
-        """Tells this rank's value. A rank that tells none is not compared."""
+        """Tells this rank's value. A rank that never calls this is not compared."""
         digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
         self._digests[name] = digest, -digest
 
@@ -48,7 +48,7 @@ class Agreement:
         return largest == -minus_smallest
 
     def told(self) -> list[int]:
-        """All integers of this rank, equally many on every rank."""
+        """Returns all integers of this rank, equally many on every rank."""
         return [*self._maxima.values(), *(x for pair in self._digests.values() for x in pair)]
 
     def settle(self, maxima: Sequence[int]) -> None:
@@ -64,10 +64,12 @@ def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -
     collective, and no other `together`: a rank that failed before it would leave the others waiting in it.
 
     Args:
-        doing: what is inside, for the error. maxima, same: of the `Agreement`.
+        doing: what is inside, for the error.
+        maxima: of the `Agreement`.
+        same: of the `Agreement`.
 
     Yields:
-        what ranks tell each other inside, and know after it.
+        what ranks tell each other inside, and know of all of them after it.
 
     Raises:
         RankError: another rank failed. An error of this rank is raised as it is.

@@ -37,8 +37,10 @@ class Moves:
     """One rank's part of a placement. A row of rank r has a number among the rows of r, and one in the table.
 
     Args:
-        table: the rows of all ranks. homes: for each of them the rank that computes it. rank: this rank's number.
-        num_ranks: how many there are.
+        table: the rows of all ranks.
+        homes: for each of them the rank that computes it.
+        rank: this rank, among those that exchange rows.
+        num_ranks: how many these are.
 
     Attributes:
         any_travels: whether any row of any rank travels.
@@ -61,8 +63,8 @@ class Moves:
             if home == rank:
                 self.got[source].append(number)
         self.kept, self.sent[rank], self.got[rank] = self.sent[rank], [], []
-        self.computed = [table.starts[rank] + i for i in self.kept]
-        self.computed += [start + i for start, got in zip(table.starts, self.got, strict=False) for i in got]
+        self.computed = [table.starts[rank] + number for number in self.kept]
+        self.computed += [start + number for start, got in zip(table.starts, self.got, strict=False) for number in got]
         of_rows = zip(table.keys, table.ranks, homes, table.has_pixels, strict=True)
         self.holders = {(key, home) for key, source, home, has in of_rows if has and home == source}
 
@@ -71,8 +73,9 @@ class Travel:
     """One rank's rows on their way there and back.
 
     Attributes:
-        table: all ranks' rows. moves: where this rank's go. is_cut: whether rows are cut, as in `group_rows`. All
-            three from `decide_moves` on.
+        table: all ranks' rows; from `decide_moves` on, as the next two.
+        moves: where this rank's rows go.
+        is_cut: whether rows are cut, as in `group_rows`.
         metrics: prefix/* and timing_s/* of this rank so far; imbalance and groups are those of all ranks.
     """
 
@@ -86,7 +89,11 @@ class Travel:
         self.metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
 
     def decide_moves(self, shape: ModelShape, tree_rule: TreeRule) -> None:
-        """Tells all ranks of all rows, and finds each row a rank."""
+        """Tells all ranks of all rows, and finds a rank for each row. Every rank calls it.
+
+        Raises:
+            RankError: another rank failed, or ranks placed rows differently.
+        """
         with self._timed():
             compatible, was_cut = self._gather_rows(shape, tree_rule.was_cut)
             tree_rule = tree_rule._replace(was_cut=was_cut)
@@ -145,22 +152,28 @@ class Travel:
         return homes
 
     def send_rows(self) -> BatchRows:
-        """Sends rows; returns those that this rank computes, in the order of `Moves.computed`."""
+        """Sends rows; returns those that this rank computes, in the order of `Moves.computed`. Every rank calls it.
+
+        Raises:
+            RankError: another rank failed, or sent other rows than `moves` says.
+        """
         codec, moves = self._codec, self.moves
         with self._timed():
             with together("sending rows"):
-                sent = enumerate(moves.sent)
-                parcels = [codec.pack([self._without_known_pixels(i, to) for i in rows]) for to, rows in sent]
+                parcels = [
+                    codec.pack([self._without_known_pixels(number, to) for number in numbers])
+                    for to, numbers in enumerate(moves.sent)
+                ]
             self.metrics["prefix/exchanged_mib"] = sum(map(len, parcels)) / 2**20
             received = self._swap(parcels)
             with together("receiving rows"):
-                rows = [codec.row(i, i) for i in moves.kept]
+                rows = [codec.row(number, number) for number in moves.kept]
                 rows += _unpacked(codec, received, moves.got, "its rows")
                 keys = [self.table.keys[row] for row in moves.computed]
                 return BatchRows(self._batch(self._with_pixels(rows, keys)), keys)
 
     def give_back(self, outputs: Outputs | None) -> dict[str, torch.Tensor]:
-        """As `Exchange.give_back`. A rank without outputs takes part in what all ranks do."""
+        """As `Exchange.give_back`. A rank without outputs sends nothing, and takes part in all collectives."""
         moves, lens = self.moves, self.table.lens
         with self._timed():
             with together("returning outputs", same=("format",)) as agreed:
@@ -168,7 +181,7 @@ class Travel:
                 parcels = [codec.pack([])] * self._size
                 if outputs is not None:
                     _check_lens(outputs, [lens[row] for row in moves.computed])
-                    parcels = [codec.pack([codec.row(next(at), i) for i in rows]) for rows in moves.got]
+                    parcels = [codec.pack([codec.row(next(at), number) for number in numbers]) for numbers in moves.got]
                     agreed.same("format", codec.format)
             if not agreed.is_same("format"):
                 raise RankError(f"ranks computed different outputs; this one has {', '.join(outputs or ())}")
@@ -176,7 +189,7 @@ class Travel:
             with together("receiving outputs"):
                 if outputs is None:
                     return {}
-                rows = [codec.row(at, i) for at, i in enumerate(moves.kept)]
+                rows = [codec.row(at, number) for at, number in enumerate(moves.kept)]
                 rows += _unpacked(codec, received, moves.sent, "outputs of rows")
                 back = codec.join(sorted(rows, key=lambda row: row.origin))
                 _check_lens(back, lens[self.table.starts[self._rank] : self.table.starts[self._rank + 1]])
@@ -196,9 +209,9 @@ class Travel:
         dist.all_gather(list(tables), padded.to(self._device), group=self._process_group)
         return [of_rank[1 : of_rank[0, 0] + 1] for of_rank in tables.cpu()]
 
-    def _without_known_pixels(self, i: int, to: int) -> TravellingRow:
-        """Row i as it goes to rank `to`: without its pixels where a row that stays there has them."""
-        row, key = self._codec.row(i, i), self.table.keys[self.table.starts[self._rank] + i]
+    def _without_known_pixels(self, number: int, to: int) -> TravellingRow:
+        """This rank's row as it goes to rank `to`: without its pixels, where a row that stays there has them."""
+        row, key = self._codec.row(number, number), self.table.keys[self.table.starts[self._rank] + number]
         if row.others.get(PIXELS) and (key, to) in self.moves.holders:
             row.others[PIXELS] = {name: x for name, x in row.others[PIXELS].items() if name not in PIXEL_NAMES}
         return row
@@ -218,7 +231,7 @@ class Travel:
         return rows
 
     def _batch(self, rows: Sequence[TravellingRow]) -> TensorDict:
-        """Joins rows to a batch of verl, with what this rank's batch has once."""
+        """Joins rows to a batch of verl, which also gets what this rank's batch has once."""
         once = {name: x.data for name, x in self._rows.data.items() if isinstance(x, NonTensorData)}
         lists = {name: [row.others[name] for row in rows] for name in self._codec.others}
         return tu.get_tensordict(self._codec.join(rows) | lists, once)
@@ -239,7 +252,8 @@ class Travel:
 def _unpacked(
     codec: RowCodec, parcels: Sequence[torch.Tensor], expected: list[list[int]], what: str
 ) -> list[TravellingRow]:
-    """The rows that arrived from all ranks, checked to be those that were `expected` of each. what: for the error."""
+    """Returns the rows that arrived from all ranks, and checks that they are the `expected` ones of each rank, by
+    their numbers there. what: names them in the error."""
     arrived: list[TravellingRow] = []
     for rank, origins in enumerate(expected):
         rows = codec.unpack(parcels[rank])
