@@ -71,9 +71,7 @@ def open_exchange(
 
     Args:
         option: `prefix.exchange`.
-        batch: this rank's rows.
         tree_rule: what rows share besides whole prompts.
-        loss: of the batch.
         skips_dead: dead rows are found (`Loss.find_dead`), and cost nothing where rows are placed.
 
     Raises:

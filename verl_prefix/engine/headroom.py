@@ -63,7 +63,6 @@ class Headroom:
 
         Args:
             plan: this rank's.
-            costs: of the engine.
             option: `prefix.keep_attention`.
             logits_once: `Backend.reads_logits_once`.
         """

@@ -56,11 +56,9 @@ def out_of_memory_advice(
     """Context of a plan's passes: an OutOfMemoryError leaves it with a note on what to set.
 
     Args:
-        plan: this rank's.
         keeps: what the passes keep; None: nobody knows.
         role: the engine's, as of `config.actor.role_of`.
         options: the engine's; None: the defaults.
-        forward_only: not an update.
     """
     try:
         yield

@@ -36,8 +36,6 @@ class PassResults:
 
     Args:
         rows: the mini-batch's, on this rank.
-        loss: of its passes.
-        forward_only: not an update: outputs are wanted.
         hides_padding: in a pass that has real rows the loss gets these alone, since its metrics hold means over rows
             (verl#7771). In a pass of padding alone the loss is called, and its metrics are dropped where this rank has
             others.
@@ -65,7 +63,6 @@ class PassResults:
         """Does what verl's forward_step does after the model: returns the loss of a pass, and keeps its results.
 
         Args:
-            layout: of the pass.
             outputs: [outputs that are read, k].
             with_loss: False: a loss function is not called, and the loss is 0.
         """
@@ -92,11 +89,7 @@ class PassResults:
     def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Ends the run: returns verl's output of all passes, and how many of them had anything not finite. Every rank
         calls it. A stage of a pipeline before the last one has no outputs: there "model_output" is None where outputs
-        are wanted, and else {} (`Exchange.give_back`).
-
-        Args:
-            plan: whose passes ran.
-        """
+        are wanted, and else {} (`Exchange.give_back`)."""
         output: dict[str, Any] = {"model_output": None if self.returns_outputs else {}, "metrics": {}}
         num_not_finite, ranks = 0, self._backend.ranks
         if ranks.has_outputs:

@@ -39,8 +39,6 @@ class Planner:
     """Plans an engine's batches, once the engine has its model.
 
     Args:
-        backend: of the engine.
-        options: of the engine.
         new_runner: makes a `PlanRunner` of (outputs, step, forward_only).
         headroom: of this rank's device.
         role: the engine's, as of `config.actor.role_of`.
@@ -119,7 +117,6 @@ class Planner:
         Args:
             batch: this rank's own rows, which the stock path would compute. Their flags give budgets.
             groups: of the rows that this rank computes, after the exchange.
-            forward_only: not an update.
             dead: the numbers of those of them that are dead; their groups are idle.
             computes_ref: these are log-probs of ref by the actor, which no update follows.
         """

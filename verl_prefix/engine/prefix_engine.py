@@ -237,7 +237,6 @@ class PrefixEngine:
         Args:
             rows: as `_with_loss_fields` makes them.
             groups: of these rows, with idle groups.
-            plan: of these groups.
             context_type: as in `core.forward.PackedForward`.
             memory: what the passes keep; None: as little as they need.
             meter: what measures the passes; None: a new one.

@@ -95,7 +95,6 @@ class Verification:
             plan: of these groups.
             budget: tokens of one pass. No pass of the check has more, unless one row alone does. Where verl's sequence
                 parallelism is wrong, each rank computes whole rows, and rows that are checked fit a rank's budget.
-            loss: of the batch.
 
         Returns:
             prefix/verify_* and the seconds; {} where nothing was checked.
