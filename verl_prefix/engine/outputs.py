@@ -99,9 +99,9 @@ class TokenOutputs:
         data, offsets = self.rows.data, self.rows.offsets
         spans = zip(offsets, self.rows.prompt_lens, self.rows.response_lens, strict=False)
         places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])
-        numbers = torch.full((offsets[-1],), len(places) - 1)
-        numbers[places] = torch.arange(len(places))
-        self._teacher_rows = numbers.to(device)
+        teacher_rows = torch.full((offsets[-1],), len(places) - 1)
+        teacher_rows[places] = torch.arange(len(places))
+        self._teacher_rows = teacher_rows.to(device)
         self._teacher = {name: data[name].values()[places.to(data[name].device)].to(device) for name in TEACHER}
 
     def _is_read(self) -> torch.Tensor | None:

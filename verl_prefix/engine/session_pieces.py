@@ -80,16 +80,16 @@ def _cheapest_pieces(session_of_row: np.ndarray, pieces: torch.Tensor) -> _Piece
     """
     row, name, bits = pieces.T.contiguous().numpy()
     session = session_of_row[row]
-    unique, first, number = np.unique(_name_of(session, name), return_index=True, return_inverse=True)
+    unique, first, piece = np.unique(_name_of(session, name), return_index=True, return_inverse=True)
     cost = np.full(len(unique), np.inf)
-    np.minimum.at(cost, number, bits.view(np.float64))
+    np.minimum.at(cost, piece, bits.view(np.float64))
     return _Pieces(session[first], name[first], cost)
 
 
 def _times_owned(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
     """Counts, for each item, how many items of its name its owner has, [n]."""
-    _, number, times = np.unique(_name_of(owner, name), return_inverse=True, return_counts=True)
-    return times[number]
+    _, which, times = np.unique(_name_of(owner, name), return_inverse=True, return_counts=True)
+    return times[which]
 
 
 def _name_of(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
