@@ -179,9 +179,9 @@ CASES = {
 
 # Cases whose self-check two ranks run: those where ranks differ or must agree. One rank runs every case's.
 CHECKED = (
-    "default", "packed", "phased", "static_batch_size_of_one", "rank_of_empty_responses", "hsdp", "lora_phased",
-    "padded", "sliding_window", "offload_params_and_optimizer", "gate_open", "upper_layer_trained_phased",
-    "lm_head_trained_phased", "reshard_off", "turns", "turns_phased",
+    "default", "phased", "rank_of_empty_responses", "hsdp", "lora_phased", "padded", "sliding_window",
+    "offload_params_and_optimizer", "gate_open", "upper_layer_trained_phased", "lm_head_trained_phased", "reshard_off",
+    "turns", "turns_phased",
 )  # fmt: skip
 
 # On one rank: what they change is the same on every rank. Others have two in make test.

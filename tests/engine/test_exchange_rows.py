@@ -467,6 +467,16 @@ def results(request, tmp_path_factory, spawn):
     return of_world
 
 
+def test_the_example_of_the_readme():
+    """The table in verl_prefix/engine/README.md."""
+    from verl_prefix.engine.travel import Moves
+
+    table = SimpleNamespace(keys=[*"abab"], ranks=[0, 0, 1, 1], starts=[0, 2, 4], has_pixels=[False] * 4)
+    first, second = (Moves(table, [0, 1, 0, 1], rank, 2) for rank in range(2))
+    assert (first.kept, first.sent, first.got, first.computed) == ([0], [[], [1]], [[], [0]], [0, 2])
+    assert (second.kept, second.sent, second.got, second.computed) == ([1], [[0], []], [[1], []], [3, 1])
+
+
 def test_random_batches_arrive_whole_and_their_outputs_come_back_in_order(results):
     problems = [problem for of_ranks in results.values() for result in of_ranks for problem in result["problems"]]
     assert not problems, problems[:3]

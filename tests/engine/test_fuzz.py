@@ -2,7 +2,7 @@
 
     make fuzz BATCHES=1000 SEED=1
 
-draws so many (in make test 3, always the same; of deep trees, critics, replayed routers and other engines a third) and
+draws so many (in make test 2, always the same; of deep trees, critics, replayed routers and other engines a third) and
 adds what it saw to outputs/fuzz.json, unless one failed. A failure is shrunk by hypothesis, which prints the
 case: keep it as an `@example` of the test. Not drawn: CUDA, several nodes, Qwen2.5-VL, whose stock attention verl
 patches for the whole process.

@@ -4,13 +4,21 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.plan import command as plan
+from verl_prefix.tools.plan import predict
 from verl_prefix.tools.plan.options import Options
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PREFIX = f"{ACTOR}.prefix"
+
+
+@pytest.fixture(autouse=True)
+def one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One training step is priced, not four: where lengths are not drawn all are alike."""
+    monkeypatch.setattr(predict, "NUM_STEPS", 1)
 
 
 def write_folder(path: Path) -> Path:

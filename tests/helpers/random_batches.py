@@ -27,7 +27,7 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.models.verls_vision import towers_of_tensors
 from verl_prefix.testing import visual_prompt, write_tiny_model
 
-BATCHES = int(os.environ.get("FUZZ_BATCHES", 3))
+BATCHES = int(os.environ.get("FUZZ_BATCHES", 2))
 END = 2  # of a message, as the tiny models' tokenizer has it
 FAMILIES = {
     "qwen3": {}, "llama": {}, "qwen3 tied": dict(tie_word_embeddings=True),

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import verl  # noqa: F401
 from omegaconf import OmegaConf
-from plans import ACTOR, PREFIX, ROLLOUT, build, overrides, write_folder
+from plans import ACTOR, PREFIX, ROLLOUT, build, one_step, overrides, write_folder  # noqa: F401
 
 from verl_prefix import cli
 from verl_prefix.config.engines import MEGATRON, engine_of

@@ -107,9 +107,9 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
             unfused, model_config = bool(model_config.use_fused_kernels), copy.copy(model_config)
             vars(model_config).update(use_fused_kernels=False, enable_activation_offload=False)
         # The base class branches on its own strategy names (_build_fsdp_module); the caller's config stays as it is.
-        of_verl = copy.copy(engine_config)
-        of_verl.strategy = "fsdp2"
-        super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
+        verls_config = copy.copy(engine_config)
+        verls_config.strategy = "fsdp2"
+        super().__init__(model_config, verls_config, optimizer_config, checkpoint_config)
         self.set_backend(self._backend_class(self, unfused), engine_config)
 
     def _build_module(self) -> torch.nn.Module:

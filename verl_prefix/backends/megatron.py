@@ -275,16 +275,16 @@ class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
         self, model_config, engine_config: PrefixMegatronEngineConfig, optimizer_config, checkpoint_config
     ) -> None:
         self.prefix_config = engine_config.prefix
-        of_verl = engine_config
+        verls_config = engine_config
         if self.prefix_config.schedule != "stock":
             hf_config = model_config.hf_config
             check_model_options(model_config)
             check_supported(hf_config)
             check_spread(engine_config, torch.distributed.get_world_size(), hf_config)
             check_built(hf_config, engine_config)
-            of_verl = copy.copy(engine_config)  # the caller's stays as it is
-            object.__setattr__(of_verl, "use_fused_kernels", False)  # they make log-probs of all tokens
-        super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
+            verls_config = copy.copy(engine_config)  # the caller's stays as it is
+            object.__setattr__(verls_config, "use_fused_kernels", False)  # they make log-probs of all tokens
+        super().__init__(model_config, verls_config, optimizer_config, checkpoint_config)
         self.set_backend(MegatronBackend(self), engine_config)
 
 

@@ -131,6 +131,16 @@ class Backend(ABC):
     deterministic: bool
     after_not_finite: str
 
+    # What the model is, and what updates keep: for plans and their memory.
+
+    @abstractmethod
+    def check_model(self) -> None:
+        """Checks verl's model, once it is built.
+
+        Raises:
+            ValueError: the model has something that cannot be shared.
+        """
+
     @property
     @abstractmethod
     def config(self) -> Any:
@@ -141,40 +151,6 @@ class Backend(ABC):
     def shape(self) -> ModelShape:
         """The shape of the whole model, not of this rank's part."""
 
-    @property
-    @abstractmethod
-    def replay(self) -> Replay | None:
-        """Whether and how passes and the stock path replay routers; None: they do not, and routers choose. A pass that
-        replays does it as `ForwardContext.routes` says."""
-
-    @property
-    def ignores_routes(self) -> bool:
-        """Whether routers choose, whatever routes a batch has: in engines of ref and values."""
-        return self.has_no_updates
-
-    def aligned_routes(self, data: TensorDict) -> TensorDict:
-        """Returns a batch with its routes as passes and the stock path replay them."""
-        return data
-
-    @property
-    @abstractmethod
-    def stock_facts(self) -> StockFacts:
-        """What the stock path does with the model."""
-
-    @property
-    @abstractmethod
-    def counts_last_tokens(self) -> bool:
-        """Whether updates on the stock path take something from each row's last token, though nobody reads its
-        output: routers that count it for their biases or auxiliary losses."""
-
-    @abstractmethod
-    def check_model(self) -> None:
-        """Checks verl's model, once it is built.
-
-        Raises:
-            ValueError: the model has something that cannot be shared.
-        """
-
     @abstractmethod
     def memory(self, options: PrefixConfig) -> Memory:
         """What an update keeps at least, for the cost model."""
@@ -183,6 +159,16 @@ class Backend(ABC):
     def gradient_bytes(self) -> float:
         """Bytes that gradients will add to this rank's device in an update; 0 where their memory is there already, or
         without updates."""
+
+    @abstractmethod
+    def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
+        """Whether `token_outputs` by these flags, at temperature 1, needs no copy of the logits."""
+
+    # How passes run, and what becomes of their logits.
+
+    def begin_shared_path(self, rows: BatchRows) -> None:
+        """Sets in verl's engine what its own `forward_backward_batch` would have set by these rows."""
+        return
 
     @abstractmethod
     def new_runner(
@@ -196,10 +182,6 @@ class Backend(ABC):
             step: of `core.runner.PlanRunner`, as are `offload` and `meter`.
             forward_only: without backward.
         """
-
-    @abstractmethod
-    def model_metrics(self, runner: PlanRunner) -> dict[str, float]:
-        """Returns prefix/* of what the model's forwards did in this runner's runs. Every rank calls it."""
 
     @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
@@ -226,22 +208,50 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
-        """Whether `token_outputs` by these flags, at temperature 1, needs no copy of the logits."""
-
-    @abstractmethod
     def logits_like(self) -> torch.Tensor:
         """Returns logits of a made-up token, [1, this rank's part of the vocabulary], in their dtype in passes."""
 
-    def begin_shared_path(self, rows: BatchRows) -> None:
-        """Sets in verl's engine what its own `forward_backward_batch` would have set by these rows."""
-        return
+    @property
+    @abstractmethod
+    def counts_last_tokens(self) -> bool:
+        """Whether updates on the stock path take something from each row's last token, though nobody reads its
+        output: routers that count it for their biases or auxiliary losses."""
+
+    @abstractmethod
+    def model_metrics(self, runner: PlanRunner) -> dict[str, float]:
+        """Returns prefix/* of what the model's forwards did in this runner's runs. Every rank calls it."""
+
+    # The stock path.
 
     @abstractmethod
     def run_stock_path(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
     ) -> dict[str, Any]:
         """Computes a batch on the stock path; returns verl's output."""
+
+    @property
+    @abstractmethod
+    def stock_facts(self) -> StockFacts:
+        """What the stock path does with the model."""
+
+    # Expert routes, on both paths.
+
+    @property
+    @abstractmethod
+    def replay(self) -> Replay | None:
+        """Whether and how passes and the stock path replay routers; None: they do not, and routers choose. A pass that
+        replays does it as `ForwardContext.routes` says."""
+
+    @property
+    def ignores_routes(self) -> bool:
+        """Whether routers choose, whatever routes a batch has: in engines of ref and values."""
+        return self.has_no_updates
+
+    def aligned_routes(self, data: TensorDict) -> TensorDict:
+        """Returns a batch with the rollout's routes in the form in which this engine's routers replay them."""
+        return data
+
+    # For the self-check.
 
     @abstractmethod
     def gradients(self) -> Gradients:

@@ -57,7 +57,7 @@ def _with_equal_tower_runs(backend: Backend, rows: BatchRows, groups: Sequence[G
         return [groups]
     # Rows of a tree may show other pixels each.
     runs = [{num_tower_runs(pixels[row]) for row in group.rows} for group in groups]
-    return [[group for group, of_rows in zip(groups, runs, strict=True) if of_rows == {n}] for n in (1, 2)]
+    return [[group for group, counts in zip(groups, runs, strict=True) if counts == {n}] for n in (1, 2)]
 
 
 def _with_chosen(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:

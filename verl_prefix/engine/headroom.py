@@ -44,9 +44,8 @@ class Headroom:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Context of an optimizer step with its passes, after which room is measured. It is the device's free memory,
-        and what the allocator caches, but of that at most as much as the largest update added: the next update takes
-        it from there."""
+        """Context of an optimizer step with its passes, after which room is measured: free device memory, and of what
+        the allocator caches as much as the largest update added, since the next update takes that from the cache."""
         self._added_now = 0.0
         yield
         if self._added_now and self.is_known:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from tensordict import TensorDict
 from verl.trainer.distillation.losses import distillation_ppo_loss, get_distillation_loss_fn
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.device import get_device_id
-from verl.utils.metric import Metric
+from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 from verl_prefix.config.actor import LOSSES_OF_ROWS, SKIP_ZERO_ADVANTAGE, gradient_without_advantage
@@ -26,8 +27,7 @@ class LossKind(NamedTuple):
     """What is known of a loss function.
 
     Attributes:
-        fields: of a batch, besides tokens, those that outputs and loss are made of, so that a NaN in one reaches the
-            loss; None: all.
+        fields: names of a batch's fields, besides tokens, through which a NaN can reach the loss; None: all.
         sums_rows: whether it is one of `LOSSES_OF_ROWS`, or a critic's. They sum over rows, and read only tokens whose
             response_mask is 1.
         of_values: whether it is a critic's.
@@ -173,8 +173,8 @@ class Loss:
 
     def for_stock(self) -> LossFunction | None:
         """Returns the function as the stock path calls it. verl's would raise where no token of a micro-batch counts,
-        as in one of padding alone. Then the loss is 0 and so are its metrics, since every micro-batch must have the
-        same ones. For a micro-batch of empty responses alone it raises, as in verl's engine."""
+        as in one of padding alone. Then the loss is 0, and its metrics are `neutral`, since every micro-batch must have
+        the same ones. For a micro-batch of empty responses alone it raises, as in verl's engine."""
         function = self.function
         if function is None or not self.kind.needs_a_token:
             return function
@@ -189,8 +189,8 @@ class Loss:
             data["response_mask"] = mask
             with torch.no_grad():
                 _, metrics = function(**given | {"data": data})
-            zeros = {name: zeros_of(x) if isinstance(x, Metric) else 0.0 for name, x in metrics.items()}
-            return 0.0 * next(iter(output.values())).values().sum(), zeros
+            nothing = {name: neutral(x) if isinstance(x, Metric) else 0.0 for name, x in metrics.items()}
+            return 0.0 * next(iter(output.values())).values().sum(), nothing
 
         return or_zero
 
@@ -213,8 +213,10 @@ class Loss:
         return 0.0 * output.values().sum(), {}, False
 
 
-def zeros_of(metric: Metric) -> Metric:
-    """Returns a metric that is aggregated like this one, and has as many values, all 0."""
-    zeros = metric.init_list()
-    zeros.extend([0.0] * len(metric.values))
-    return zeros
+def neutral(metric: Metric) -> Metric:
+    """Returns a metric that is aggregated like this one, has as many values, and changes no extreme: infinite where the
+    minimum or maximum counts, and 0 in sums and means."""
+    value = {AggregationType.MIN: math.inf, AggregationType.MAX: -math.inf}.get(metric.aggregation, 0.0)
+    found = metric.init_list()
+    found.extend([value] * len(metric.values))
+    return found

@@ -13,7 +13,7 @@ from verl_prefix.core.errors import current_pass, listed
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.loss import Loss, zeros_of
+from verl_prefix.engine.loss import Loss, neutral
 from verl_prefix.engine.outputs import TEACHER, TokenOutputs
 from verl_prefix.engine.rows import ROUTES, BatchRows, select_rows
 
@@ -36,8 +36,8 @@ class PassResults:
 
     Args:
         rows: the mini-batch's, on this rank.
-        hides_padding: in a pass that has real rows the loss gets these alone, since its metrics hold means over rows
-            (verl#7771). In a pass of padding alone the loss is called, and its metrics are dropped where this rank has
+        hides_padding: the loss does not get rows of padding, since its metrics are means over rows (verl#7771). A pass
+            of padding alone still calls it, so that each rank has metrics; they are dropped where this rank has
             others.
         last_tokens: of `TokenOutputs`.
 
@@ -187,4 +187,4 @@ def _same_sums(metrics: dict[str, object], process_group: Any) -> None:
     of_ranks: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(process_group)
     torch.distributed.all_gather_object(of_ranks, sums, process_group)
     for name, metric in (pair for of_rank in of_ranks for pair in of_rank.items() if pair[0] not in metrics):
-        metrics[name] = zeros_of(metric)
+        metrics[name] = neutral(metric)

@@ -125,7 +125,8 @@ class Planner:
         shared, own = (Batch(each, batch.budget(each)) for each in (groups, batch.alone))
         if not (self._stock_facts.wrong_when_sharded or self._stock_facts.separates_rows):
             self._tell_long_rows(batch, own.budget, forward_only)
-        self._tell_waves(shared.budget)
+        if groups:  # else no row of this rank says how long a pass is
+            self._tell_waves(shared.budget)
         if self._chooser is None:
             plan: Plan | None = self.costs.plan(*shared, self.options.schedule, forward_only)
         else:

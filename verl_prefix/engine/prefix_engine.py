@@ -121,8 +121,8 @@ class PrefixEngine:
         exchange = self._open_exchange(batch, loss, forward_only)
         computed, groups = exchange.computed, exchange.groups
         metrics = self._step_metrics.count_rows(exchange, forward_only)
-        plan, of_plan = self._planner.plan(batch, groups, forward_only, computed.dead, self._computes_ref)
-        metrics |= of_plan
+        plan, decided = self._planner.plan(batch, groups, forward_only, computed.dead, self._computes_ref)
+        metrics |= decided
         if isinstance(plan, WhyStock):
             return self._take_stock_path(plan, batch, loss, forward_only, metrics | exchange.metrics)
         with together("checking rows"):
@@ -133,9 +133,9 @@ class PrefixEngine:
             metrics |= self._verification.check(rows, groups, budget, plan, loss)
         if why := self._verification.failure:
             return self._take_stock_path(why, batch, loss, forward_only, metrics | exchange.metrics)
-        output, of_passes = self._run_shared_passes(rows, groups, plan, loss, forward_only)
+        output, pass_metrics = self._run_shared_passes(rows, groups, plan, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        return self._report(output, metrics | of_passes | exchange.metrics, batch, forward_only)
+        return self._report(output, metrics | pass_metrics | exchange.metrics, batch, forward_only)
 
     def _take_stock_path(
         self, why: WhyStock, batch: BatchRows, loss: Loss, forward_only: bool, metrics: dict[str, float]

@@ -220,13 +220,13 @@ class BatchRows:
         names = [f"row {row} (uid {uid})" for row, uid in enumerate(tu.get(data, "uid", [None] * len(self)))]
         lens, positions = data["input_ids"].offsets().diff().cpu(), data["position_ids"].values().cpu()
         positions = positions[0] if positions.dim() == 2 else positions
-        of_row = torch.arange(len(lens)).repeat_interleave(lens)
-        place = torch.arange(len(of_row)) - (lens.cumsum(0) - lens)[of_row]
+        row_of_token = torch.arange(len(lens)).repeat_interleave(lens)
+        place = torch.arange(len(row_of_token)) - (lens.cumsum(0) - lens)[row_of_token]
         begins = positions == 0 if rows_begin_at_zero else (place == 0) | (positions.diff(prepend=positions[:1]) != 1)
         wrong = (begins != (place == 0)).nonzero()[:, 0]
         if len(wrong) and (rows_begin_at_zero or self.flag("use_remove_padding", True)):
-            row, at = int(of_row[wrong[0]]), int(place[wrong[0]])
-            near = ", ".join(map(str, positions[of_row == row][max(at - 2, 0) : at + 3].tolist()))
+            row, at = int(row_of_token[wrong[0]]), int(place[wrong[0]])
+            near = ", ".join(map(str, positions[row_of_token == row][max(at - 2, 0) : at + 3].tolist()))
             raise ValueError(
                 f"{names[row]}: position_ids are {near} around its token {at}, which verl's own path takes for those "
                 "of other rows, or does not read; number the tokens of each row 0, 1, 2, ..."

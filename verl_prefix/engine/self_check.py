@@ -141,12 +141,12 @@ def compare(
         noises[0] += torch.finfo(truth.dtype).eps ** 2 * sum_of_squares(truth)
         size = len(noises)
         reduced = reduce_sum([*packed, *phased, *noises, *norms])
-        of_packed, of_phased, of_noise, of_truth = (reduced[i : i + size] for i in range(0, 4 * size, size))
+        packed_sums, phased_sums, noise_sums, truth_norms = (reduced[i : i + size] for i in range(0, 4 * size, size))
         # A NaN must not get lost in max().
-        errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(of_packed, of_phased, strict=True)]
-        ratios = [ratio_of(*pair) for pair in zip(errors, of_noise, strict=True)]
+        errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed_sums, phased_sums, strict=True)]
+        ratios = [ratio_of(*pair) for pair in zip(errors, noise_sums, strict=True)]
         worst = Figure(0.0, MAX_GRADIENTS, "")
-        for name, ratio, norm in zip(gradients.parts, ratios[1:], of_truth, strict=True):
+        for name, ratio, norm in zip(gradients.parts, ratios[1:], truth_norms, strict=True):
             # Nothing compares with a gradient that is not finite on the stock path either, as under a loss scale of
             # fp16, which falls after such a step.
             if math.isfinite(norm) and ratio > worst.ratio:
@@ -157,5 +157,5 @@ def compare(
     if any(figure.limit < figure.ratio < math.inf for figure in found):
         perturb(_MORE_PERTURBED)
         found = figures()
-    of_outputs, of_gradients = found
-    return Verdict(of_outputs, probe.worst_attention, probe.worst_recurrence, of_gradients)
+    outputs_figure, gradients_figure = found
+    return Verdict(outputs_figure, probe.worst_attention, probe.worst_recurrence, gradients_figure)

@@ -80,8 +80,8 @@ class StepMetrics:
         rows, metrics = exchange.computed, dict[str, float]()
         if not forward_only and self._options.mini_batches == "rows":  # "prompts" splits them on purpose
             self._uids[-1] = exchange.uids
-        of_uid = Counter(uid for uid, _ in {*zip(rows.uids, rows.keys, strict=True)})
-        metrics["prefix/split_uids"] = sum(n > 1 for n in of_uid.values()) if "uid" in rows.data.keys() else 0
+        keys_of_uid = Counter(uid for uid, _ in {*zip(rows.uids, rows.keys, strict=True)})
+        metrics["prefix/split_uids"] = sum(n > 1 for n in keys_of_uid.values()) if "uid" in rows.data.keys() else 0
         if self._is_first_batch:
             self._is_first_batch = False
             with together("counting tokens"):
@@ -142,8 +142,8 @@ class StepMetrics:
         self._warn_of_split_prompts(total, int(split_anywhere), forward_only)
         self._warn_of_trees(**{name: total[metric] for name, metric in TREE_TOKENS.items()})
         total |= zip(MOST, most, strict=True)
-        of_step = {name: total[name] for name in (*COUNTS, *MOST) if name in step}
-        return of_step | {"prefix/reuse_fraction": total["prefix/tokens_saved"] / max(total[_TOKENS], 1)}
+        reported = {name: total[name] for name in (*COUNTS, *MOST) if name in step}
+        return reported | {"prefix/reuse_fraction": total["prefix/tokens_saved"] / max(total[_TOKENS], 1)}
 
     def _warn_of_split_prompts(self, total: Mapping[str, float], num_split: int, forward_only: bool) -> None:
         """Says once, after the first step that shares, which prompts the trainer put into several mini-batches.
@@ -155,9 +155,9 @@ class StepMetrics:
             self._log_prob_total = total
         if forward_only or not self._is_first_step or not total["prefix/groups"]:  # verl's path computes every row
             return
-        of_log_probs, self._is_first_step = self._log_prob_total, False
-        tokens, again, cost = of_log_probs.get(GROUP_TOKENS, 0.0), total[GROUP_TOKENS], ""
-        if tokens and again and total[_TOKENS] == of_log_probs[_TOKENS]:
+        log_probs, self._is_first_step = self._log_prob_total, False
+        tokens, again, cost = log_probs.get(GROUP_TOKENS, 0.0), total[GROUP_TOKENS], ""
+        if tokens and again and total[_TOKENS] == log_probs[_TOKENS]:
             more = again - tokens
             if more <= _WORTH_TELLING * tokens:
                 return
@@ -204,9 +204,9 @@ def plan_metrics(
     peak = runner.meter.phase_b_peak
     # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are not
     # comparable.
-    of_groups = {} if loss.is_unknown else {GROUP_TOKENS: sum(group.num_physical_tokens for group in groups)}
+    group_tokens = {} if loss.is_unknown else {GROUP_TOKENS: sum(group.num_physical_tokens for group in groups)}
     return {
-        **of_groups,
+        **group_tokens,
         **({_PEAK: peak / 2**30} if peak else {}),
         "prefix/attention_kept": runner.forward.keep_attention,
         "prefix/groups": len(shared),

@@ -26,7 +26,7 @@ class Agreement:
 
     def __init__(self, maxima: Sequence[str], same: Sequence[str]) -> None:
         self._maxima = dict.fromkeys(maxima, 0)
-        # A digest and its negative: the maxima of both are each other's negative where all ranks have one digest.
+        # max(d) == -max(-d) over ranks if and only if all ranks have the same digest d.
         self._digests = dict.fromkeys(same, (0, -_NOBODYS))
 
     def maximum(self, name: str, value: int) -> None:

@@ -65,8 +65,8 @@ class Moves:
         self.kept, self.sent[rank], self.got[rank] = self.sent[rank], [], []
         self.computed = [table.starts[rank] + number for number in self.kept]
         self.computed += [start + number for start, got in zip(table.starts, self.got, strict=False) for number in got]
-        of_rows = zip(table.keys, table.ranks, homes, table.has_pixels, strict=True)
-        self.holders = {(key, home) for key, source, home, has in of_rows if has and home == source}
+        rows = zip(table.keys, table.ranks, homes, table.has_pixels, strict=True)
+        self.holders = {(key, home) for key, source, home, has in rows if has and home == source}
 
 
 class Travel:
@@ -222,12 +222,12 @@ class Travel:
         if PIXELS not in self._codec.others:
             return rows
         shown = [dict(row.others[PIXELS] or {}) for row in rows]
-        pixels = ({name: x for name, x in of_row.items() if name in PIXEL_NAMES} for of_row in shown)
+        pixels = ({name: x for name, x in visual.items() if name in PIXEL_NAMES} for visual in shown)
         held = {key: own for key, own in zip(keys, pixels, strict=True) if own}
-        for key, of_row, row in zip(keys, shown, rows, strict=True):
+        for key, visual, row in zip(keys, shown, rows, strict=True):
             if key in held:  # also where pixels were all that a row had, before they stayed behind
-                of_row = {name: x for name, x in of_row.items() if name != CARRIED_BY} | held[key]
-            row.others[PIXELS] = of_row
+                visual = {name: x for name, x in visual.items() if name != CARRIED_BY} | held[key]
+            row.others[PIXELS] = visual
         return rows
 
     def _batch(self, rows: Sequence[TravellingRow]) -> TensorDict:
