@@ -211,12 +211,8 @@ def test_broken_maths_is_far_off(monkeypatch, name):
     assert max(errors(ours, truth).values()) > 100 * 5e-6, "a broken schedule passes even the fp32 tolerance"
 
 
-def test_the_usage_of_the_readme_equals_repeated_prefix():
-    """The lines of Python in verl_prefix/core/README.md."""
-    lines = (Path(core_runner.__file__).parent / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    model, rollouts = build(), random_rollouts(SHAPE, 97)
-    tokens, weights, _ = flatten(rollouts, torch.device("cpu"))
-    log_probs = torch.zeros(len(weights), dtype=torch.float64)
+def weighted_log_probs(tokens, weights, log_probs):
+    """`of_logits` and `step` whose loss is a weighted sum of log-probs, which `log_probs` gets."""
 
     def of_logits(places, logits):
         return logits.log_softmax(-1).gather(-1, tokens.input_ids[places + 1].unsqueeze(-1))
@@ -224,6 +220,18 @@ def test_the_usage_of_the_readme_equals_repeated_prefix():
     def step(layout, outputs):
         log_probs[layout.output_places + 1] = outputs[:, 0].detach()
         return (outputs[:, 0] * weights[layout.output_places + 1]).sum()
+
+    return of_logits, step
+
+
+def test_the_usage_of_the_readme_equals_repeated_prefix():
+    """The lines of Python in verl_prefix/core/README.md."""
+    lines = (Path(core_runner.__file__).parent / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    model, rollouts = build(), random_rollouts(SHAPE, 97)
+    tokens, weights, _ = flatten(rollouts, torch.device("cpu"))
+    log_probs = torch.zeros(len(weights), dtype=torch.float64)
+
+    of_logits, step = weighted_log_probs(tokens, weights, log_probs)
 
     def ours():
         given = dict(
@@ -266,12 +274,7 @@ def test_the_model_of_the_readme_equals_rows_alone(schedule):
             found.append(row.detach())
         return found
 
-    def of_logits(places, logits):
-        return logits.log_softmax(-1).gather(-1, tokens.input_ids[places + 1].unsqueeze(-1))
-
-    def step(layout, outputs):
-        log_probs[layout.output_places + 1] = outputs[:, 0].detach()
-        return (outputs[:, 0] * weights[layout.output_places + 1]).sum()
+    of_logits, step = weighted_log_probs(tokens, weights, log_probs)
 
     def ours():
         runner = PlanRunner(PackedForward(model, of_logits), step, torch.Tensor.backward)
