@@ -21,7 +21,7 @@ from tree_models import FAMILIES, TWINS, equal_hf, error, measure, small  # noqa
 
 from verl_prefix.core import calls
 from verl_prefix.core import layout as layout_module
-from verl_prefix.core.attention import GroupedAttention, LayerCalls
+from verl_prefix.core.attention import AttentionSite, GroupedAttention
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.planning import make_plan
@@ -301,7 +301,7 @@ def test_gradients_of_a_strand_that_many_calls_read_add_up_in_fp32(monkeypatch):
         backward=lambda dout, saved, call: [torch.ones_like(x) for x in saved[:3]],
     )
     q, k, v = (torch.zeros(layout.num_tokens, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    layer_calls = LayerCalls(layout, ones, AttentionParams(1.0), (), 0)
-    GroupedAttention.apply(q, k, v, None, None, layer_calls, None).sum().backward()
+    site = AttentionSite(layout, ones, AttentionParams(1.0), (), 0)
+    GroupedAttention.apply(q, k, v, None, None, site, None).sum().backward()
     read = 1 + sum(len(segment.path) > 0 for segment in layout.segments)
     assert read == 2 * number and (k.grad[0] == read).all() and (v.grad[0] == read).all()

@@ -30,6 +30,7 @@ from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
 from torch.distributed import get_rank
 
+from verl_prefix.backends import stock_path
 from verl_prefix.models.recurrent import mixers, packing_leak
 from verl_prefix.testing import write_tiny_model
 
@@ -253,6 +254,15 @@ def _broken_spread(models: dict, size: int, family: str, name: str) -> dict[str,
         with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
             _spread(models, size, family, BROKEN_SPREAD[name], check=True)
     return off["errors"]
+
+
+def _differs(models: dict) -> str:
+    """What an engine says where one node has packages by which packed rows stay apart, and the other has not."""
+    leak = stock_path.packing_leak
+    with mock.patch.object(stock_path, "packing_leak", lambda model: leak(model) if get_rank() else None):
+        with pytest.raises(RuntimeError) as error:
+            _engine("prefix", models["qwen3_5_text"], {})
+    return str(error.value)
 
 
 def _checked_rows(models: dict, size: int, budget: int) -> list[int]:
@@ -522,3 +532,8 @@ def test_first_step_costs_at_most_a_fifth_of_stocks_update_from_64_rows_on(one_r
     (cost,) = one_rank(_first_step)
     print(f"the first step costs {cost:.3f} of stock's update")
     assert 0.14 < cost <= 0.2
+
+
+def test_nodes_of_different_packages_are_told_before_they_wait_for_each_other(ranks, models):
+    for said in ranks(2, models)(_differs):
+        assert "otherwise on other ranks" in said and "install the same packages on every node" in said

@@ -32,7 +32,7 @@ from verl.utils import tensordict_utils as tu
 from verl_prefix.backends.hugging_face import disturbed_model, gradients_of
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core import layout as core_layout
-from verl_prefix.core.attention import GroupedAttention, LayerCalls
+from verl_prefix.core.attention import AttentionSite, GroupedAttention
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.kernels import cpu
@@ -290,7 +290,7 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     q, k = (torch.randn(layout.num_tokens, heads, 16).to(dtype) for heads in (4, 2))
     v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
     scores = AttentionParams(0.25)
-    out = GroupedAttention.apply(q, k, v, None, None, LayerCalls(layout, cpu, scores, (), 0), None)
+    out = GroupedAttention.apply(q, k, v, None, None, AttentionSite(layout, cpu, scores, (), 0), None)
     found = [LayerProbe() for _ in range(2)]
     found[0].attention(0, layout, q, k, v, None, scores, out)
     found[1].attention(0, layout, q, k, v, None, scores, out * (1 + 1e-2))

@@ -10,9 +10,9 @@ def gradients_of_the_outermost_dropped(patch):
     backward = attention.GroupedAttention.backward
 
     def dropped(ctx, dout):
-        caches = ctx.layer_calls.caches
+        caches = ctx.site.caches
         if len(caches) > 1:
-            ctx.layer_calls = ctx.layer_calls._replace(caches=(_Deaf(caches[0]), *caches[1:]))
+            ctx.site = ctx.site._replace(caches=(_Deaf(caches[0]), *caches[1:]))
         return backward(ctx, dout)
 
     patch.setattr(attention.GroupedAttention, "backward", staticmethod(dropped))

@@ -16,7 +16,7 @@ from runners import random_rollouts, run_shared, run_stock
 from vision_cases import Case, paths  # noqa: F401
 
 from verl_prefix import response_log_probs
-from verl_prefix.core.attention import GroupedAttention, LayerCalls
+from verl_prefix.core.attention import AttentionSite, GroupedAttention
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
@@ -185,7 +185,9 @@ def test_a_wave_that_needs_no_gradient_sends_back_those_of_its_prefix(anchored):
     wave = build_layout(wave.groups, [0, 20], "phase_b", build_layout([group], [0, 20], "phase_a"))
     q, k, v = (x[prefix_len:] for x in rows)
     anchor = cache.anchors[0] if anchored else None
-    out = GroupedAttention.apply(q, k, v, None, anchor, LayerCalls(wave, cpu, AttentionParams(0.3), (cache,), 0), None)
+    out = GroupedAttention.apply(
+        q, k, v, None, anchor, AttentionSite(wave, cpu, AttentionParams(0.3), (cache,), 0), None
+    )
     assert out.requires_grad == anchored
     if not anchored:
         return

@@ -145,8 +145,7 @@ class MegatronBackend(Backend):
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
     ) -> PlanRunner:  # fmt: skip
-        stages = self._engine.engine_config.pipeline_model_parallel_size
-        return (PipelineRunner if stages > 1 else MegatronRunner)(
+        return (PipelineRunner if self.ranks.stages > 1 else MegatronRunner)(
             PackedForward(MegatronModel(self._module), of_logits, sequence_group=self.ranks.slice_group, **options),
             step,
             None if forward_only else self._backward,

@@ -21,9 +21,9 @@ from verl_prefix.core.prefix_cache import PrefixCache, add_at
 Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-class LayerCalls(NamedTuple):
-    """A layer's calls in one forward: of the packed row `layout` with `params`, by `kernel`. They read keys of `caches`
-    of the phases A around, the outermost first, and of the packed row itself."""
+class AttentionSite(NamedTuple):
+    """Where attention happens: in `layer`, on the packed row `layout`, with `params`, by `kernel`. Segments read keys
+    of `caches`, which are those of the phases A around, the outermost first, and of the packed row itself."""
 
     layout: Layout
     kernel: Kernel
@@ -43,9 +43,9 @@ class GroupedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        anchor: torch.Tensor | None, layer_calls: LayerCalls, kept: Kept | None,
+        anchor: torch.Tensor | None, site: AttentionSite, kept: Kept | None,
     ) -> torch.Tensor:  # fmt: skip
-        layout, kernel, params, caches, layer = layer_calls
+        layout, kernel, params, caches, layer = site
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
         else:
@@ -65,13 +65,13 @@ class GroupedAttention(torch.autograd.Function):
             if kept is not None:
                 kept[layer] = out.detach(), lse
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.layer_calls = layer_calls
+        ctx.site = site
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        layout, kernel, params, caches, layer = ctx.layer_calls
+        layout, kernel, params, caches, layer = ctx.site
         trains_prefix = ctx.needs_input_grad[4]  # of the anchor
         calls = layout.calls(params, q.device)
         all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from verl_prefix.core.attention import GroupedAttention, Kept, LayerCalls
+from verl_prefix.core.attention import AttentionSite, GroupedAttention, Kept
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.kernels import choose_kernel
 from verl_prefix.core.layout import Layout
@@ -88,7 +88,7 @@ class ForwardContext:
             cache.read(layer)  # raises where phase A left nothing
         anchor = self.outer_caches[-1].anchors[layer] if self.outer_caches else None
         out: torch.Tensor = GroupedAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, sinks, anchor, LayerCalls(self.layout, kernel, params, self.outer_caches, layer), self.kept
+            q, k, v, sinks, anchor, AttentionSite(self.layout, kernel, params, self.outer_caches, layer), self.kept
         )
         self.on_attention(layer, q, k, v, sinks=sinks, params=params, out=out)
         return out if self.shards is None else self.shards.to_tokens(out)

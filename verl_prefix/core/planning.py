@@ -35,9 +35,9 @@ def make_plan(
     least_wave: int = 1,
     nests: bool = True,
 ) -> Plan:
-    """Makes one rank's plan. What is alive at once fits the budget, unless one row alone or `least_wave` exceeds it,
-    or, in trees whose passes do not nest, the strands of a piece with its longest suffix. On a pipeline of several
-    stages several phased passes are alive at once; `Plan.at_once`, which callers set, limits these.
+    """Makes one rank's plan. What is alive at once fits the budget, with three exceptions: a row that exceeds it alone;
+    `least_wave`; and in trees whose passes do not nest, the strands of a piece with its longest suffix. On a pipeline
+    of several stages several phased passes are alive at once; `Plan.at_once`, which callers set, limits these.
 
     Args:
         groups: all groups of the rank's rows.
@@ -46,7 +46,7 @@ def make_plan(
             phase A, waves, phase C for all. "auto": packed where the whole group fits the budget, phased where it does
             not.
         wave_tokens: the most suffix tokens of one wave. Waves are smaller where prefixes, whose graph stays alive,
-            leave less of the budget. None: what prefixes leave.
+            leave less of the budget. One that `leaves_room` denies is not heeded. None: what prefixes leave.
         offload: prefixes wait in host memory during the waves, and do not count.
         least_wave: tokens that a wave may always have, whatever prefixes leave; not in passes that nest others.
         nests: a group may become nested passes, where these compute fewer tokens than its pieces; or as many, and they

@@ -101,8 +101,8 @@ class StockFacts(NamedTuple):
 
 class Replay(NamedTuple):
     """Router replay: tokens go to the experts that they went to in the rollout (mode R3), or in old log-probs (R2),
-    which record them. A token without a record has the same expert k times (zeros do), which
-    `models.replay.chosen_experts` replaces by the router's own choice; on Megatron -1.
+    which record them. A token without a record names one expert k times, as zeros do, or on Megatron -1. For such a
+    token the router chooses (`models.replay.chosen_experts`).
 
     Attributes:
         mode: verl's: R2 or R3.

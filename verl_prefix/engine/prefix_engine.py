@@ -38,7 +38,7 @@ from verl_prefix.engine.pass_results import PassResults
 from verl_prefix.engine.planner import Planner, WhyStock
 from verl_prefix.engine.rows import RECORDS, ROUTES, BatchRows
 from verl_prefix.engine.step_metrics import StepMetrics, num_dead, plan_metrics
-from verl_prefix.engine.together import together
+from verl_prefix.engine.together import RankError, together
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.models.replaced import replaced
@@ -85,14 +85,22 @@ class PrefixEngine:
     def initialize(self) -> None:
         """Builds verl's engine, and what needs its model."""
         super().initialize()  # type: ignore[misc]
-        if self.prefix_config.schedule != "stock":
-            with together("checking the model"):  # stages of a pipeline have different layers
+        shares = self.prefix_config.schedule != "stock"
+        with together("checking the model", same=("stock facts",)) as agreed:  # stages have different layers
+            agreed.same("stock facts", facts := self.backend.stock_facts)
+            if shares:
                 self.backend.check_model()
-                if self.prefix_config.skip_zero_advantage and self.backend.counts_last_tokens:
-                    raise ValueError(
-                        f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that this model's routers learn from; set "
-                        f"{SKIP_ZERO_ADVANTAGE}=False"
-                    )
+            if shares and self.prefix_config.skip_zero_advantage and self.backend.counts_last_tokens:
+                raise ValueError(
+                    f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that this model's routers learn from; set "
+                    f"{SKIP_ZERO_ADVANTAGE}=False"
+                )
+        if not agreed.is_same("stock facts"):  # by which ranks choose collectives
+            raise RankError(
+                f"verl's own path computes this model otherwise on other ranks, here by {facts}; install the same "
+                "packages on every node"
+            )
+        if shares:
             model_config = self.model_config  # type: ignore[attr-defined]
             self.tree_rule = TreeRule(
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
@@ -127,6 +135,7 @@ class PrefixEngine:
             return self._take_stock_path(plan, batch, loss, forward_only, metrics | exchange.metrics)
         with together("checking rows"):
             computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
+        self.backend.begin_shared_path(computed)
         rows = self._with_loss_fields(computed)
         if not forward_only or self.backend.has_no_updates:
             budget = batch.budget(groups)  # by the flags that verl set, which `rows` no longer has
@@ -182,8 +191,8 @@ class PrefixEngine:
         return output, metrics
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
-        """Returns the batch with the routes that it replays. Log-probs of R2 replay none and get the flag `RECORDS`:
-        their passes record routes. Ref and values get neither.
+        """Returns the batch with the routes that it replays. In mode R2, which replays what old log-probs recorded, a
+        batch of log-probs replays nothing; the flag `RECORDS` says that its passes record. Ref and values get neither.
 
         Raises:
             ValueError: the batch has routes that nobody replays, or has none, or those of another model.
@@ -215,7 +224,6 @@ class PrefixEngine:
     def _with_loss_fields(self, rows: BatchRows) -> BatchRows:
         """Returns the rows with what verl's forward_backward_batch adds to a batch for the loss, and with
         `use_dynamic_bsz`, by which verl puts outputs of passes back in the order of rows."""
-        self.backend.begin_shared_path(rows)
         data, ranks = rows.data.copy(), self.backend.ranks
         batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
         torch.distributed.all_reduce(batch_num_tokens, group=ranks.data)

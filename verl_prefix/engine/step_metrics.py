@@ -178,7 +178,7 @@ class StepMetrics:
         share more: then the numbers are upper bounds. Later batches are not counted: all numbers are 0."""
         if torch.distributed.get_rank():
             return
-        scattered = self._options.trees == "off" and torch.distributed.get_world_size() > self._ranks.copies
+        scattered = self._options.trees == "off" and self._ranks.data_size > 1
         most = "at most " if scattered else ""
         if uid != off:
             logger.warning(

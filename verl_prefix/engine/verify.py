@@ -177,7 +177,7 @@ class Verification:
 
     def _on_ours(self, sample: _Sample, budget: int, schedule: str, context_type: Callable[..., ForwardContext]) -> Any:
         """Returns the same by our passes, of `plan_to_check`."""
-        plan = plan_to_check(sample.group, budget, schedule, nests=self._backend.memory(self._options).stages == 1)
+        plan = plan_to_check(sample.group, budget, schedule, nests=self._backend.ranks.stages == 1)
         loss = Loss(sample.loss, fields={"temperature", "verify_weight"})
         forward_only = self._backend.has_no_updates
         output, _ = self._run_plan(sample.rows, [sample.group], plan, loss, forward_only, context_type=context_type)
