@@ -159,7 +159,7 @@ CASES = {
     "ulysses_verified": VARLEN | {"schedule": "packed", "verify": "first_step"},
     "ulysses_stock": VARLEN | {"schedule": "stock"},
 }  # fmt: skip
-QUICK = ("packed", "turns_tails_exchanged", "ulysses_phased_checkpointed")
+QUICK = ("turns_tails_exchanged", "ulysses_phased_checkpointed")
 IN_MORE = every_value(CASES, QUICK)
 SHARED = SharedModels(_engine)  # on ranks
 GATES = ("gate.weight", "router.weight")
