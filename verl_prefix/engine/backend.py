@@ -85,7 +85,7 @@ class StockFacts(NamedTuple):
         separates_rows: rows are computed one by one, since packed ones would leak state; padded where ranks have
             different numbers of rows. `Planner` reads it, for costs and for its warning of long rows.
         wrong_when_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
-            computes whole rows; None: it is right. Read by `Planner`, by `checked_rows`, and by FSDP2's stock path.
+            computes whole rows; None: it is right. Read by `Planner`, by `checked_rows`, and by the stock path.
         equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows. `checked_rows` reads
             it.
         rows_begin_at_zero: verl starts a packed row at every position id 0. If False, it starts one where ids do not
