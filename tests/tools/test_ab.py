@@ -44,11 +44,10 @@ def sabotage(kind: str) -> None:
     run, add_grad = PackedForward._run, PrefixCache.add_grad
     from_logits, made = TokenOutputs.of_logits, source.synthetic_rows
 
-    def one_off(self, tokens, head_tokens, forward_context, outputs):
-        positions = tokens.position_ids.clone()
-        positions[forward_context.layout.output_places] += 1
-        tokens = dataclasses.replace(tokens, position_ids=positions)
-        return run(self, tokens, head_tokens, forward_context, outputs)
+    def one_off(self, batch, layout, *args, **more):
+        positions = batch.position_ids.clone()
+        positions[layout.output_places] += 1
+        return run(self, dataclasses.replace(batch, position_ids=positions), layout, *args, **more)
 
     def dropped(self, layer, *args):
         if layer != 1:
