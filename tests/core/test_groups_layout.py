@@ -201,7 +201,7 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         sharing = [i for i, piece in pieces if piece.num_suffix_tokens and piece.strands]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].num_own_strand_tokens)]
         found = [
-            positions_of(p.level_tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:] for p in call.prefixes
+            positions_of(p.strand_tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:] for p in call.prefixes
         ]
         assert found == ([keys] if keys else [])
 
@@ -217,10 +217,10 @@ def keys_read(layout, window, prefix_place):
         if layout.outer:
             levels[-1] = layout.places
         for prefix in call.prefixes:
-            keys[prefix.at] = levels[prefix.level][prefix.level_tokens]
+            keys[prefix.at] = levels[prefix.level][prefix.strand_tokens]
             grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[prefix.at]
             wanted, total = torch.zeros(2, len(levels[prefix.level]), dtype=torch.float64)
-            wanted.index_add_(0, torch.arange(len(wanted))[prefix.level_tokens], grad)
+            wanted.index_add_(0, torch.arange(len(wanted))[prefix.strand_tokens], grad)
             add_at(total, prefix.grad_tokens, prefix.summed(grad))
             assert torch.equal(total, wanted), "gradients of a token's copies are not its own"
         assert (keys >= 0).all() and torch.equal(call.keys(levels), keys)
@@ -323,7 +323,7 @@ def test_short_blocks_are_joined_in_a_call_and_long_ones_copy_no_keys():
         _, *crosses = calls_of(segments, AttentionParams(1.0), CPU, (0,))
         assert [len(call.spans.lens) for call in crosses] == joined
         assert all(
-            isinstance(call.prefixes[0].level_tokens, slice) == (n == 1)
+            isinstance(call.prefixes[0].strand_tokens, slice) == (n == 1)
             for call, n in zip(crosses, joined, strict=True)
         )
 
@@ -332,7 +332,7 @@ def test_a_nested_pass_copies_no_key_of_a_chain():
     """A session of one strand, whose first 500 tokens a phase A computes; two rows leave what follows."""
     segments = [Segment(6000, ((0, 500),)), Segment(4, ((0, 5500),)), Segment(3, ((0, 6500),))]
     _, *crosses = calls_of(segments, AttentionParams(1.0), CPU, (0, 500))
-    assert [(call.queries, one.level, one.level_tokens) for call in crosses for one in call.prefixes] == [
+    assert [(call.queries, one.level, one.strand_tokens) for call in crosses for one in call.prefixes] == [
         (slice(0, 6007), 0, slice(0, 500)),
         (slice(6000, 6004), 1, slice(0, 5000)),
         (slice(6004, 6007), 1, slice(0, 6000)),

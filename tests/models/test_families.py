@@ -187,7 +187,7 @@ def tails_shifted(monkeypatch):
     def shifted(*args):
         for call in made(*args):
             if call.causal:
-                shifted = [one._replace(level_tokens=(one.level_tokens - 1).clamp(0)) for one in call.prefixes]
+                shifted = [one._replace(strand_tokens=(one.strand_tokens - 1).clamp(0)) for one in call.prefixes]
                 call = call._replace(prefixes=tuple(shifted))
             yield call
 

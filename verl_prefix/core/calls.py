@@ -112,24 +112,24 @@ class AttentionParams(NamedTuple):
 
 
 class PrefixKeys(NamedTuple):
-    """Keys of a call that come from one level of the prefix source. `at`, `level_tokens` and `grad_tokens` are slices,
+    """Keys of a call that come from one level of the prefix source. `at`, `strand_tokens` and `grad_tokens` are slices,
     or int64 indices [n].
 
     A window copies a path's tail once for each segment that reads it. Example: 3 suffixes read the same 4-token tail.
-    `level_tokens` has 12 entries, `copies` is ((3, 4),), and `grad_tokens` names the 4 tokens once. `summed` adds the 3
-    copies in fp32 first.
+    `strand_tokens` has 12 entries, `copies` is ((3, 4),), and `grad_tokens` names the 4 tokens once. `summed` adds the
+    3 copies in fp32 first.
 
     Attributes:
         at: where these keys stand among the call's keys.
-        level_tokens: the tokens of the level whose keys they are.
+        strand_tokens: the tokens of the level whose keys they are.
         grad_tokens: the tokens of the level to which the gradients that `summed` returns belong. A token may be there
             several times, once for each block that reads it.
-        copies: (times, length) of each set of copies, in the order of `level_tokens`; empty: there are no copies.
+        copies: (times, length) of each set of copies, in the order of `strand_tokens`; empty: there are no copies.
         level: 0: the outermost phase A; the last level is the packed row itself.
     """
 
     at: slice | torch.Tensor
-    level_tokens: slice | torch.Tensor
+    strand_tokens: slice | torch.Tensor
     grad_tokens: slice | torch.Tensor
     copies: tuple[tuple[int, int], ...] = ()
     level: int = 0
@@ -186,11 +186,11 @@ class Call(NamedTuple):
             return own
         if self.own_at is None:
             (prefix,) = self.prefixes
-            return levels[prefix.level][prefix.level_tokens]
+            return levels[prefix.level][prefix.strand_tokens]
         keys = own.new_empty(self.spans.k[-1], *own.shape[1:])
         keys[self.own_at] = own
         for prefix in self.prefixes:
-            keys[prefix.at] = levels[prefix.level][prefix.level_tokens]
+            keys[prefix.at] = levels[prefix.level][prefix.strand_tokens]
         return keys
 
 

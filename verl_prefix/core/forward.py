@@ -151,13 +151,13 @@ class PackedForward:
         output, and outputs of phases A around."""
         if self.model.is_early_stage or layout.output_index is None:
             return outputs
-        _, levels, level_tokens = layout.output_index
-        read = outputs.new_empty(len(level_tokens), outputs.shape[-1])
+        _, levels, row_tokens = layout.output_index
+        read = outputs.new_empty(len(row_tokens), outputs.shape[-1])
         for level, packed_row in enumerate(layout.levels):
             chosen = levels == level
             if not chosen.any():
                 continue
-            wanted = level_tokens[chosen]
+            wanted = row_tokens[chosen]
             index = on_device(torch.searchsorted(packed_row.head_tokens, wanted), outputs.device)
             if packed_row is not layout:
                 (stored,) = caches[level].read(_OUTPUTS)

@@ -100,8 +100,8 @@ class Layout:
         """[m] int64: tokens of the packed row that go through lm_head, in ascending order."""
         if self.output_index is None:
             return torch.arange(self.num_strand_tokens, self.num_tokens)
-        _, levels, level_tokens = self.output_index
-        own: torch.Tensor = level_tokens[levels == self.source.level].unique()
+        _, levels, row_tokens = self.output_index
+        own: torch.Tensor = row_tokens[levels == self.source.level].unique()
         return own
 
     def with_outputs(self, is_read: torch.Tensor) -> "Layout":

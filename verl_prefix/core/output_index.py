@@ -14,12 +14,12 @@ class OutputIndex(NamedTuple):
     Attributes:
         places: [n] int64, the place in the batch of each output.
         levels: [n] int64, the level of the prefix source whose packed row computes each.
-        level_tokens: [n] int64, the token of that packed row that computes each.
+        row_tokens: [n] int64, the token of that packed row that computes each.
     """
 
     places: torch.Tensor
     levels: torch.Tensor
-    level_tokens: torch.Tensor
+    row_tokens: torch.Tensor
 
     def only(self, is_read: torch.Tensor, level: int) -> "OutputIndex":
         """The outputs of the batch's tokens `is_read` [N] (bool), and in any case one that `level` computes."""

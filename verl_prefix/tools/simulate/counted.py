@@ -27,7 +27,7 @@ class CountedForward(PackedForward):
         if layout.output_index is None or not isinstance(layout.places, FakeTensor):
             return super()._gather_outputs(outputs, layout, caches)
         total, left = (
-            len(layout.output_index.level_tokens),
+            len(layout.output_index.row_tokens),
             sum(map(functools.partial(_read_around, layout), layout.groups)),
         )
         own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
