@@ -31,6 +31,7 @@ ELSEWHERE = {
     "MegatronBackend.gradients": "backends/test_megatron.py",
     "Planner.__init__": "engine/test_faults.py",
     "PrefixEngine._take_stock_path": "engine/test_exchange.py",  # under gate_shut
+    "PrefixEngine.initialize": "engine/test_recurrent_engine.py",
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
     "Verification._gradients_of_dead_rows": "engine/test_zero_advantage.py",
 }
@@ -144,7 +145,9 @@ def test_ranks_without_rows_or_outputs_reach_every_collective(walk, rows):
     assert [rank[2] for rank in staged[::2]] == [rank[2] for rank in whole[::2]], "who has outputs gets the same"
     assert all(rank[2] for rank in whole) and not any(rank[2] for rank in staged[1::2])
     unseen = functions() - {name for rank in whole for name in rank[1]} - set(ELSEWHERE)
-    assert not unseen, f"no batch here reaches the collectives of {sorted(unseen)}"
+    assert unseen <= {"Travel._gather_pieces"} and (rows == "idle" or not unseen), (  # idle rows are of no turns
+        f"no batch here reaches the collectives of {sorted(unseen)}"
+    )
 
 
 def test_the_walk_finds_collectives_in_the_source():

@@ -43,7 +43,8 @@ def test_nested_passes_equal_stock(ranks, models, name, num_ranks):
         pytest.skip("of several ranks")
     case = Case(num_ranks, "qwen3", ROWS, 9, 0.0, 1, OPTIONS[name])
     found = ranks(num_ranks, models)(errors_of, case)
-    assert {depth > 1 for *_, depth in found} == {True}
+    # Rows that travel may leave a rank what fits its budget without.
+    assert (any if name == "scattered" else all)(depth > 1 for *_, depth in found)
     assert all(max(errors.values()) <= TOLERANCE for errors, *_ in found), found
 
 
