@@ -18,7 +18,7 @@ OPTIONS = {
     "plain": (("budget", 90),), "deep": (("budget", 110), ("schedule", "phased"), ("trees", "batch")),
     "offload": (("budget", 60), ("offload", True), ("gradient_checkpointing", True)),
     "checkpointed": (("budget", 90), ("gradient_checkpointing", True)),
-    "ulysses": (("budget", 50), ("ulysses", 2)), "scattered": (("budget", 60), ("exchange", "auto")),
+    "ulysses": (("budget", 50), ("ulysses", 2)), "scattered": (("budget", 40), ("exchange", "auto")),
 }  # fmt: skip
 
 
@@ -43,8 +43,7 @@ def test_nested_passes_equal_stock(ranks, models, name, num_ranks):
         pytest.skip("of several ranks")
     case = Case(num_ranks, "qwen3", ROWS, 9, 0.0, 1, OPTIONS[name])
     found = ranks(num_ranks, models)(errors_of, case)
-    # Rows that travel may leave a rank what fits its budget without.
-    assert (any if name == "scattered" else all)(depth > 1 for *_, depth in found)
+    assert {depth > 1 for *_, depth in found} == {True}
     assert all(max(errors.values()) <= TOLERANCE for errors, *_ in found), found
 
 
