@@ -30,7 +30,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.core.forward import PackedForward, TokenBatch
 from verl_prefix.core.groups import group_by_key
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.planning import make_plan
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.files import write_whole
@@ -130,8 +130,8 @@ def run_shared(model: PreTrainedModel, batch: Batch, schedule: str) -> None:
     def outputs(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return log_probs(logits, batch.flat[index + 1]).unsqueeze(-1)
 
-    def step(layout: Layout, chosen: torch.Tensor) -> torch.Tensor:
-        rows = torch.tensor([row for group in layout.groups for row in group.rows])
+    def step(packed_row: PackedRow, chosen: torch.Tensor) -> torch.Tensor:
+        rows = torch.tensor([row for group in packed_row.groups for row in group.rows])
         return batch.loss(rows, chosen[:, 0].view(len(rows), batch.suffix))
 
     # The wave budget is that of one suffix, the pass's that of the whole group.

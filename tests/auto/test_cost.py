@@ -18,7 +18,7 @@ from verl_prefix.auto import calibration, chooser, cost, cost_model, shape
 from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Fork, Group, Strand
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.planning import make_plan
 from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.plan.predict import Predictor, Sizes
@@ -99,10 +99,10 @@ def test_flops_of_trees_are_those_of_the_matmuls_and_kernel_calls_that_run(monke
         vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
-    model, rollouts, pairs, read = transformers.LlamaForCausalLM(config), TREES[name], [], Layout.calls
+    model, rollouts, pairs, read = transformers.LlamaForCausalLM(config), TREES[name], [], PackedRow.calls
 
-    def calls(layout, *args):
-        found = read(layout, *args)
+    def calls(packed_row, *args):
+        found = read(packed_row, *args)
         pairs.extend(
             shape.query_key_pairs(q1 - q0, k1 - k0 - (q1 - q0), None) if call.causal else (q1 - q0) * (k1 - k0)
             for call in found
@@ -110,7 +110,7 @@ def test_flops_of_trees_are_those_of_the_matmuls_and_kernel_calls_that_run(monke
         )
         return found
 
-    monkeypatch.setattr(Layout, "calls", calls)
+    monkeypatch.setattr(PackedRow, "calls", calls)
     with FlopCounterMode(display=False) as counter:
         run_shared(model, rollouts, *options, train=False)
     found, groups = model_shape(model, torch.float32), flatten(rollouts, "cpu")[2]

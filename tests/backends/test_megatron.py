@@ -534,8 +534,10 @@ def positions_restarted(patch):
     begin = MegatronModel._begin
 
     def restarted(self, forward_context, position_ids):
-        strands = forward_context.layout.num_strand_tokens
-        lens = [segment.length for segment in forward_context.layout.segments[forward_context.layout.num_strands :]]
+        strands = forward_context.packed_row.num_strand_tokens
+        lens = [
+            segment.length for segment in forward_context.packed_row.segments[forward_context.packed_row.num_strands :]
+        ]
         own = torch.cat([torch.arange(n) for n in lens] or [torch.arange(0)])
         return begin(self, forward_context, torch.cat([position_ids[:strands], own]))
 

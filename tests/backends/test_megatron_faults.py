@@ -34,13 +34,13 @@ FULL = {"recompute": "uniform"}
 # backward of that call; where the error says that it was. Phase A is the first call.
 FAULTS: dict[str, tuple[dict[str, Any], int | str, bool, str]] = {
     "phase A": (PHASED, 1, False, "verl_prefix was in phase_a, "),
-    "wave": (PHASED, 3, False, "verl_prefix was in phase_b, wave 2 of "),
-    "backward of a wave": (PHASED, 3, True, "verl_prefix was in phase_b, wave 2 of "),
+    "wave": (PHASED, 3, False, "verl_prefix was in wave 2 of "),
+    "backward of a wave": (PHASED, 3, True, "verl_prefix was in wave 2 of "),
     "phase C": (PHASED, 1, True, "verl_prefix was in phase_c, "),
     "packed": (PACKED, 1, False, "verl_prefix was in packed, "),
     "backward of packed": (PACKED, 1, True, "verl_prefix was in packed, "),
     "recomputation of packed": (PACKED | FULL, 2, False, "verl_prefix was in packed, "),
-    "recomputation of a wave": (PHASED | FULL, 3, False, "verl_prefix was in phase_b, wave 1 of "),
+    "recomputation of a wave": (PHASED | FULL, 3, False, "verl_prefix was in wave 1 of "),
     "recomputation of phase C": (PHASED | FULL, "phase C", False, "verl_prefix was in phase_c, "),
     "self-check": (PHASED | {"verify": "first_step"}, 5, False, "verl_prefix was in packed, "),
     "finalizing": (PHASED, "finalizing", False, "finalize"),
@@ -49,7 +49,7 @@ FAULTS: dict[str, tuple[dict[str, Any], int | str, bool, str]] = {
 
 # As FAULTS, on one stage of a pipeline; what the error says, of rank {0}. A step is no pass.
 WAVE_2 = [
-    "verl_prefix was in phase_b, wave 2 of 3, rank {0}: 2 groups of rows [9], [2, 3], 28 suffix tokens after 62 prefix "
+    "verl_prefix was in wave 2 of 3, rank {0}: 2 groups of rows [9], [2, 3], 28 suffix tokens after 62 prefix "
     "tokens of phases A",
     "verl_prefix: set actor_rollout_ref.actor.prefix.wave_tokens=20 (largest wave: 40 tokens)",
 ]

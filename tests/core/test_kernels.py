@@ -8,7 +8,7 @@ from verl_prefix.core.calls import AttentionParams, Call, Spans
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu, reference
 from verl_prefix.core.kernels import merge as merging
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.runs import Segment
 from verl_prefix.models.advice import advising
@@ -153,12 +153,14 @@ def test_the_fused_merge_writes_what_the_one_in_torch_does_and_takes_fp32_alone(
 def test_a_pass_asks_for_a_kernel_of_its_tensors_and_keeps_nothing_unasked(monkeypatch):
     asked = []
     monkeypatch.setattr(context, "choose_kernel", lambda *args, **options: asked.append((args, options)) or reference)
-    layout = Layout(torch.arange(5), (Segment(5),))
-    one, q, k = ForwardContext(layout, "reference"), torch.randn(5, 4, 24), torch.randn(5, 2, 24)
+    packed_row = PackedRow(torch.arange(5), (Segment(5),))
+    one, q, k = ForwardContext(packed_row, "reference"), torch.randn(5, 4, 24), torch.randn(5, 2, 24)
     one.attend(0, q, k, k, None, AttentionParams(0.2))
     one.attend(1, q, k, k, None, AttentionParams(0.2, softcap=5.0))
     of = "reference", "cpu", torch.float32, 24
     assert asked == [(of, {"softcap": False}), (of, {"softcap": True})]
     assert one.num_calls == 2 and one.kept is None
     with pytest.raises(RuntimeError, match="layer 3 runs in a nested pass and did not run in phase A"):
-        ForwardContext(layout, "reference", outer_caches=[PrefixCache()]).attend(3, q, k, k, None, AttentionParams(0.2))
+        ForwardContext(packed_row, "reference", outer_caches=[PrefixCache()]).attend(
+            3, q, k, k, None, AttentionParams(0.2)
+        )

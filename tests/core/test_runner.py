@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from verl_prefix.core import forward, groups, layout, planning, prefix_cache
+from verl_prefix.core import forward, groups, packed_row, planning, prefix_cache
 from verl_prefix.core import runner as core_runner
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.forward import PackedForward
@@ -158,7 +158,7 @@ def broken(monkeypatch, name: str) -> dict:
         monkeypatch.setattr(prefix_cache.PrefixCache, "add_grad", twice)
         return dict(schedule="phased")
     if name == "suffixes_see_each_other":
-        make = layout.build_layout
+        make = packed_row.pack_groups
 
         def one_block(*args, **options):
             right = make(*args, **options)
@@ -168,17 +168,17 @@ def broken(monkeypatch, name: str) -> dict:
             one = [rows[0]._replace(length=sum(segment.length for segment in rows)) for rows in blocks]
             return dataclasses.replace(right, segments=(*prefixes, *one))
 
-        monkeypatch.setattr("verl_prefix.core.runner.build_layout", one_block)
+        monkeypatch.setattr("verl_prefix.core.runner.pack_groups", one_block)
         return dict(schedule="packed")
     if name == "last_prefix_token_hidden":
-        make = layout.build_layout
+        make = packed_row.pack_groups
 
         def shorter(*args, **options):
             right = make(*args, **options)
             segments = tuple(s._replace(path=tuple((a, n - 1) for a, n in s.path if n > 1)) for s in right.segments)
             return dataclasses.replace(right, segments=segments)
 
-        monkeypatch.setattr("verl_prefix.core.runner.build_layout", shorter)
+        monkeypatch.setattr("verl_prefix.core.runner.pack_groups", shorter)
         return dict(schedule="packed")
     if name == "suffix_share_of_prefix_gradient_lost":
         backward = cpu.backward
@@ -217,9 +217,9 @@ def weighted_log_probs(tokens, weights, log_probs):
     def of_logits(places, logits):
         return logits.log_softmax(-1).gather(-1, tokens.input_ids[places + 1].unsqueeze(-1))
 
-    def step(layout, outputs):
-        log_probs[layout.output_places + 1] = outputs[:, 0].detach()
-        return (outputs[:, 0] * weights[layout.output_places + 1]).sum()
+    def step(packed_row, outputs):
+        log_probs[packed_row.output_places + 1] = outputs[:, 0].detach()
+        return (outputs[:, 0] * weights[packed_row.output_places + 1]).sum()
 
     return of_logits, step
 

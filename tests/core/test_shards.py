@@ -15,7 +15,7 @@ from runners import random_rollouts, run_shared, run_stock
 from short_chunks import short_chunks
 
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import build_layout
+from verl_prefix.core.packed_row import pack_groups
 from verl_prefix.core.planning import make_waves
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.sequence_parallel import Shards
@@ -200,7 +200,7 @@ def test_a_prefix_cache_holds_this_ranks_heads_of_whole_prefixes(ranks, model, s
 
 @pytest.fixture
 def alone():
-    """What one rank of several makes of a layout needs no other rank."""
+    """What one rank of several makes of a packed row needs no other rank."""
     with mock.patch.object(dist, "get_world_size", lambda group: group[1]):
         with mock.patch.object(dist, "get_rank", lambda group: group[0]):
             yield
@@ -209,16 +209,16 @@ def alone():
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone, size):
     groups, offsets = [Group.of_prompt((0, 1), 13, (4, 7)), Group.of_prompt((2,), 0, (5,))], [0, 18, 39, 45]
-    packed, prefixes = build_layout(groups, offsets), build_layout(groups, offsets, "phase_a")
+    packed, prefixes = pack_groups(groups, offsets), pack_groups(groups, offsets, "phase_a")
     (wave,) = make_waves(groups[:1], 99)
-    wave = build_layout(wave.groups, offsets, "phase_b", prefixes)
-    for layout in (packed, wave, prefixes, build_layout([], offsets)):
-        shards = [Shards((rank, size), layout, torch.device("cpu")) for rank in range(size)]
+    wave = pack_groups(wave.groups, offsets, "wave", prefixes)
+    for packed_row in (packed, wave, prefixes, pack_groups([], offsets)):
+        shards = [Shards((rank, size), packed_row, torch.device("cpu")) for rank in range(size)]
         tokens = [one.local_tokens for one in shards]
         assert len({len(x) for x in tokens}) == 1
-        assert set(torch.cat(tokens).tolist()) == set(range(layout.num_tokens))
-        suffix = torch.arange(layout.num_strand_tokens, layout.num_tokens)
-        for chosen in (suffix, suffix[::3], suffix[-1:], torch.tensor([layout.num_tokens - 1])):
+        assert set(torch.cat(tokens).tolist()) == set(range(packed_row.num_tokens))
+        suffix = torch.arange(packed_row.num_strand_tokens, packed_row.num_tokens)
+        for chosen in (suffix, suffix[::3], suffix[-1:], torch.tensor([packed_row.num_tokens - 1])):
             if not len(chosen):
                 continue
             kept = [one.spread_head(chosen) for one in shards]

@@ -20,7 +20,7 @@ from short_chunks import short_chunks
 from tree_models import FAMILIES, TWINS, equal_hf, error, measure, small  # noqa: F401
 
 from verl_prefix.core import calls
-from verl_prefix.core import layout as layout_module
+from verl_prefix.core import packed_row as packed_rows
 from verl_prefix.core.attention import AttentionSite, GroupedAttention
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.groups import Fork, Group, Strand
@@ -144,13 +144,13 @@ def test_trees_equal_hf(family, rows, float64_inside, table):  # noqa: F811
 
 def labels_of_the_strand_s_row(patch):
     """A row reads the outputs of strands as if it were the row that they were taken from, one token off."""
-    made = layout_module.index_outputs
+    made = packed_rows.index_outputs
 
     def off(*args, **named):
         reads = made(*args, **named)
         return reads and reads._replace(levels=reads.levels.roll(1), row_tokens=reads.row_tokens.roll(1))
 
-    patch.setattr(layout_module, "index_outputs", off)
+    patch.setattr(packed_rows, "index_outputs", off)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_every_row_is_whole_and_cut_at_its_own_places_alone(rows, seed, budget):
     assert sorted(row for group in groups for row in group.rows) == [*range(len(whole))]
     plan = make_plan(groups, budget, "packed")
     for one in plan.passes:
-        counted = multiplicity(layout_module.build_layout(one.groups, offsets)).sum()
+        counted = multiplicity(packed_rows.pack_groups(one.groups, offsets)).sum()
         assert counted == sum(group.num_logical_tokens for group in one.groups)
     for group in [*groups, *(group for one in plan.passes for group in one.groups)]:
         assert group.num_own_strand_tokens == sum(strand.end - strand.start for strand in group.strands)
@@ -295,13 +295,13 @@ def test_gradients_of_a_strand_that_many_calls_read_add_up_in_fp32(monkeypatch):
     strands = tuple(Strand(0, i, i + 1, i - 1) for i in range(number))
     forks = tuple(Fork(i, i + 1) for i in range(number))
     group = Group((*range(number),), (1,) * number, strands, forks, (*range(1, number + 1),))
-    layout = layout_module.build_layout([group], [*range(0, number * number, number)])
+    packed_row = packed_rows.pack_groups([group], [*range(0, number * number, number)])
     ones = types.SimpleNamespace(
         forward=lambda q, k, v, call: (torch.zeros_like(q), torch.zeros(q.shape[1], len(q))),
         backward=lambda dout, saved, call: [torch.ones_like(x) for x in saved[:3]],
     )
-    q, k, v = (torch.zeros(layout.num_tokens, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    site = AttentionSite(layout, ones, AttentionParams(1.0), (), 0)
+    q, k, v = (torch.zeros(packed_row.num_tokens, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    site = AttentionSite(packed_row, ones, AttentionParams(1.0), (), 0)
     GroupedAttention.apply(q, k, v, None, None, site, None).sum().backward()
-    read = 1 + sum(len(segment.path) > 0 for segment in layout.segments)
+    read = 1 + sum(len(segment.path) > 0 for segment in packed_row.segments)
     assert read == 2 * number and (k.grad[0] == read).all() and (v.grad[0] == read).all()

@@ -26,8 +26,9 @@ from verl_prefix.auto.megatron import Division
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.backends import hugging_face
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.errors import add_note, annotate_backwards, annotate_errors
+from verl_prefix.core.errors import add_note
 from verl_prefix.core.groups import Group
+from verl_prefix.core.pass_notes import NotesOfBackwards, PassNote
 from verl_prefix.core.planning import make_plan
 from verl_prefix.engine import headroom, outputs, planner
 from verl_prefix.engine.backend import Ranks
@@ -41,14 +42,14 @@ KEPT = {"gradient_checkpointing": True}
 PACKED = {"schedule": "packed", "wave_tokens": None}
 # Options, call of layer 1 that fails (counted from 1: phase A is the first), whether in its backward; what is told.
 OOMS = {
-    "first wave": ({}, 2, False, ["in phase_b, wave 1 of ", "rank 0: ", "actor.prefix.wave_tokens=", "largest wave: "]),
-    "backward of a wave": ({}, 3, True, ["in phase_b, wave 2 of ", "actor.prefix.wave_tokens="]),
-    "one row": ({"wave_tokens": 1}, 2, False, ["in phase_b", "the largest wave is one row already"]),
+    "first wave": ({}, 2, False, ["in wave 1 of ", "rank 0: ", "actor.prefix.wave_tokens=", "largest wave: "]),
+    "backward of a wave": ({}, 3, True, ["in wave 2 of ", "actor.prefix.wave_tokens="]),
+    "one row": ({"wave_tokens": 1}, 2, False, ["in wave 1 of ", "the largest wave is one row already"]),
     "phase A": ({}, 1, False, ["in phase_a, rank 0: 6 groups of rows [0, 3, 8, 9], ", "actor.prefix.offload=True"]),
     "phase C": ({}, 1, True, ["in phase_c", "model.enable_gradient_checkpointing=True"]),
     "packed": (PACKED, 1, False, ["in packed, rank 0: ", "actor.prefix.schedule=phased"]),
     "self-check": (CHECKED, 5, False, ["in packed, rank 0: ", "actor.prefix.verify=off"]),
-    "attention kept": (KEPT, 2, False, ["in phase_b, wave 1 of ", "actor.prefix.keep_attention=off"]),
+    "attention kept": (KEPT, 2, False, ["in wave 1 of ", "actor.prefix.keep_attention=off"]),
 }
 
 
@@ -263,7 +264,7 @@ def test_nothing_is_looked_for_after_an_oom_and_a_search_that_fails_hides_no_err
 
 def test_weights_that_are_not_finite_are_named_by_what_came_out(alone):
     (line,) = alone["weights"]
-    assert "not finite in phase_b, wave 1 of " in line and "log_probs of rows " in line and "(uid " in line
+    assert "not finite in wave 1 of " in line and "log_probs of rows " in line and "(uid " in line
 
 
 def test_a_run_that_is_deterministic_on_any_rank_measures_nothing(alone):
@@ -297,7 +298,7 @@ def test_an_update_that_is_not_finite_is_skipped_as_by_stock_and_named(pair, mas
     counts = [result["prefix", masked]["metrics"]["prefix/nonfinite_passes"] for result in results]
     assert counts == [[1.0], [1.0]] and not results[0]["logged", masked]
     (line,) = results[1]["logged", masked]
-    assert "not finite in phase_b, wave " in line and ", rank 1: " in line
+    assert "not finite in wave " in line and ", rank 1: " in line
     assert "advantages of rows " in line and "(uid " in line and ("loss nan" in line) != masked
 
 
@@ -306,7 +307,7 @@ def test_an_oom_on_one_of_two_ranks_fails_with_the_key_to_set(ranks, model):
         ranks(2, model)(_oom_on_the_second, later=1)  # rank 0 waits for rank 1
     error = str(raised.value).partition("rank 1 of 2 raised")[2].partition("rank 0 of 2")[0]
     assert "OutOfMemoryError: injected" in error
-    assert "verl_prefix was in phase_b, wave 2 of " in error
+    assert "verl_prefix was in wave 2 of " in error
     assert "set actor_rollout_ref.actor.prefix.wave_tokens=" in error
 
 
@@ -317,7 +318,7 @@ def test_an_error_among_backwards_names_the_pass_whose_backward_runs():
         if fails:
             y.register_hook(lambda _: 1 / 0)
         output = y + 1
-        backwards.follow(output, annotate_errors("phase_b", [], f"wave {number} of 2"))
+        backwards.follow(output, PassNote("wave", [], f"wave {number} of 2"))
         output.backward()
 
     def run(fails: bool) -> str:
@@ -326,10 +327,10 @@ def test_an_error_among_backwards_names_the_pass_whose_backward_runs():
         return str(1 / 0)  # between backwards
 
     for fails in (True, False):
-        with pytest.raises(ZeroDivisionError) as raised, annotate_backwards() as backwards:
+        with pytest.raises(ZeroDivisionError) as raised, NotesOfBackwards() as backwards:
             run(fails)
         told = "".join(traceback.format_exception(raised.value))
-        assert ("verl_prefix was in phase_b, wave 2 of 2, " in told) == fails and "wave 1" not in told
+        assert ("verl_prefix was in wave 2 of 2, " in told) == fails and "wave 1" not in told
 
 
 def test_a_note_without_add_note():
@@ -490,7 +491,7 @@ def test_a_rank_whose_wave_is_a_dummy_is_not_told_to_shorten_waves():
     """Another rank's waves make it run one of its own, without rows."""
     plan = make_plan([Group.of_prompt((0, 1), 30, (20, 30))], 100, "packed")
     with pytest.raises(torch.OutOfMemoryError) as raised, out_of_memory_advice(plan, role="actor"):
-        with annotate_errors("phase_b", [], "wave 1 of 1"):
+        with PassNote("wave", [], "wave 1 of 1"):
             raise torch.OutOfMemoryError("injected")
     told = "".join(traceback.format_exception(raised.value))
     assert "this rank ran a wave without rows, beside waves of other ranks; set " in told and "one row" not in told
@@ -558,7 +559,7 @@ def test_out_of_memory_names_keys_that_act_on_the_engine_and_in_the_pass(phase, 
 
 @pytest.mark.parametrize(("phase", "key"), [
     ("packed", "+critic.ppo_infer_max_token_len_per_gpu"), ("phase_c", "critic.model.enable_gradient_checkpointing"),
-    ("phase_b", "critic.model.enable_gradient_checkpointing"),
+    ("wave", "critic.model.enable_gradient_checkpointing"),
 ])  # fmt: skip
 def test_out_of_memory_in_a_critic_names_its_keys(phase, key):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")

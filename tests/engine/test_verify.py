@@ -31,13 +31,13 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.backends.hugging_face import disturbed_model, gradients_of
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core import layout as core_layout
+from verl_prefix.core import packed_row
 from verl_prefix.core.attention import AttentionSite, GroupedAttention
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.kernels import cpu
-from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.nesting import Nesting
+from verl_prefix.core.packed_row import PackedRow, pack_groups
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine import self_check as verify
 from verl_prefix.engine.backend import StockFacts
@@ -129,17 +129,17 @@ def scaled_kernel(patch):
 
 
 def last_prefix_token_dropped(patch):
-    made = core_layout.calls_of
+    made = packed_row.calls_of
 
     def shorter(segments, *args):
         return made([s._replace(path=tuple((a, n - 1) for a, n in s.path if n > 1)) for s in segments], *args)
 
-    patch.setattr(core_layout, "calls_of", shorter)
+    patch.setattr(packed_row, "calls_of", shorter)
 
 
 def window_ignored(patch):
-    calls = Layout.calls
-    patch.setattr(Layout, "calls", lambda self, params, device: calls(self, params._replace(window=None), device))
+    calls = PackedRow.calls
+    patch.setattr(PackedRow, "calls", lambda self, params, device: calls(self, params._replace(window=None), device))
 
 
 def positions_restarted(patch):
@@ -286,14 +286,14 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     """In fp32 the rounding of log-sum-exps is the larger part where many values have a mean."""
     torch.manual_seed(0)
     group = Group.of_prompt((0, 1), prefix_len, (24, 24))
-    layout = build_layout([group], [0, prefix_len + 24])
-    q, k = (torch.randn(layout.num_tokens, heads, 16).to(dtype) for heads in (4, 2))
-    v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
+    packed_row = pack_groups([group], [0, prefix_len + 24])
+    q, k = (torch.randn(packed_row.num_tokens, heads, 16).to(dtype) for heads in (4, 2))
+    v = (torch.randn(packed_row.num_tokens, 2, 16) + mean).to(dtype)
     scores = AttentionParams(0.25)
-    out = GroupedAttention.apply(q, k, v, None, None, AttentionSite(layout, cpu, scores, (), 0), None)
+    out = GroupedAttention.apply(q, k, v, None, None, AttentionSite(packed_row, cpu, scores, (), 0), None)
     found = [LayerProbe() for _ in range(2)]
-    found[0].attention(0, layout, q, k, v, None, scores, out)
-    found[1].attention(0, layout, q, k, v, None, scores, out * (1 + 1e-2))
+    found[0].attention(0, packed_row, q, k, v, None, scores, out)
+    found[1].attention(0, packed_row, q, k, v, None, scores, out * (1 + 1e-2))
     assert found[0].worst_attention.ratio < 1.5 and found[1].worst_attention.ratio > MAX_ATTENTION
 
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from verl_prefix.core import attention, layout, recurrence
+from verl_prefix.core import attention, packed_row, recurrence
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
 
@@ -143,12 +143,12 @@ def last_token_left_out(patch):
 
 
 def changed_paths(patch, change):
-    made = layout.calls_of
+    made = packed_row.calls_of
 
     def calls_of(segments, *args):
         return made([segment._replace(path=change(segment.path)) for segment in segments], *args)
 
-    patch.setattr(layout, "calls_of", calls_of)
+    patch.setattr(packed_row, "calls_of", calls_of)
 
 
 def gradients_of_shared_outputs_dropped(patch):

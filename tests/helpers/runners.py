@@ -8,7 +8,7 @@ import torch
 
 from verl_prefix.core.forward import PackedForward, TokenBatch
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import make_plan, pad_to_same_passes
 from verl_prefix.core.runner import PlanRunner
@@ -70,8 +70,8 @@ def run_shared(
     def outputs(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return logits.log_softmax(-1).gather(-1, flat[index + 1].unsqueeze(-1))
 
-    def step(layout: Layout, values: torch.Tensor) -> torch.Tensor:
-        index = layout.output_places.to(device) + 1
+    def step(packed_row: PackedRow, values: torch.Tensor) -> torch.Tensor:
+        index = packed_row.output_places.to(device) + 1
         log_probs[index] = values[:, 0].detach().to(log_probs.dtype)
         return (values[:, 0] * weights[index].to(values.dtype)).sum()
 

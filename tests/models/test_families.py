@@ -28,11 +28,11 @@ from runners import random_rollouts, run_shared, run_stock
 from short_chunks import short_chunks
 from torch.utils.checkpoint import checkpoint
 
-from verl_prefix.core import layout
+from verl_prefix.core import packed_row
 from verl_prefix.core.attention import GroupedAttention
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.kernels import cpu, reference
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.models import recurrent
 from verl_prefix.models.advice import WHOLE_ROWS, WITHOUT_SHARING
 from verl_prefix.models.hookup import grouped_attention_forward
@@ -168,21 +168,23 @@ def test_family_equals_hf(family, float64_inside, table):  # noqa: F811
 
 
 def window_one_longer(monkeypatch):
-    calls = Layout.calls
+    calls = PackedRow.calls
 
     def longer(self, params, device):
         return calls(self, params._replace(window=params.window and params.window + 1), device)
 
-    monkeypatch.setattr(Layout, "calls", longer)
+    monkeypatch.setattr(PackedRow, "calls", longer)
 
 
 def window_ignored(monkeypatch):
-    calls = Layout.calls
-    monkeypatch.setattr(Layout, "calls", lambda self, params, device: calls(self, params._replace(window=None), device))
+    calls = PackedRow.calls
+    monkeypatch.setattr(
+        PackedRow, "calls", lambda self, params, device: calls(self, params._replace(window=None), device)
+    )
 
 
 def tails_shifted(monkeypatch):
-    made = layout.calls_of
+    made = packed_row.calls_of
 
     def shifted(*args):
         for call in made(*args):
@@ -191,7 +193,7 @@ def tails_shifted(monkeypatch):
                 call = call._replace(prefixes=tuple(shifted))
             yield call
 
-    monkeypatch.setattr(layout, "calls_of", shifted)
+    monkeypatch.setattr(packed_row, "calls_of", shifted)
 
 
 def sinks_ignored(monkeypatch):
@@ -516,7 +518,7 @@ def test_dropout_inside_the_model_is_refused():
 )  # fmt: skip
 def test_what_a_layer_asks_for_and_would_not_get_is_refused(asked):
     attention = build("mistral-window-8").model.layers[0].self_attn
-    options = dict(prefix_context=ForwardContext(layout.build_layout([], [0]), "auto"), attention_mask=None)
+    options = dict(prefix_context=ForwardContext(packed_row.pack_groups([], [0]), "auto"), attention_mask=None)
     options |= dict(sliding_window=8, batch=1) | asked
     x = torch.zeros(options.pop("batch"), 4, 1, 8)
     with pytest.raises(RuntimeError, match=f"MistralAttention layer 0 called the .*; {WHOLE_ROWS}, and report"):

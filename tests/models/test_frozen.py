@@ -20,7 +20,7 @@ from verl_prefix.core.attention import AttentionSite, GroupedAttention
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
-from verl_prefix.core.layout import build_layout
+from verl_prefix.core.packed_row import pack_groups
 from verl_prefix.core.planning import make_waves
 from verl_prefix.core.prefix_cache import PrefixCache
 
@@ -182,7 +182,7 @@ def test_a_wave_that_needs_no_gradient_sends_back_those_of_its_prefix(anchored):
     cache = PrefixCache()
     cache.capture(0, *prefix)
     (wave,) = make_waves([group], 99)
-    wave = build_layout(wave.groups, [0, 20], "phase_b", build_layout([group], [0, 20], "phase_a"))
+    wave = pack_groups(wave.groups, [0, 20], "wave", pack_groups([group], [0, 20], "phase_a"))
     q, k, v = (x[prefix_len:] for x in rows)
     anchor = cache.anchors[0] if anchored else None
     out = GroupedAttention.apply(

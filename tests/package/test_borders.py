@@ -96,7 +96,7 @@ def test_imports_stay_inside_the_borders():
     "module, imported",
     [
         ("core/runner.py", "verl_prefix.models.hookup.HookedModel"),
-        ("core/layout.py", "transformers.AutoConfig"),
+        ("core/packed_row.py", "transformers.AutoConfig"),
         ("core/kernels/cpu.py", "flash_attn.flash_attn_func"),
         ("models/vision.py", "verl.utils"),
         ("engine/prefix_engine.py", "verl_prefix.tools.ab.replay"),

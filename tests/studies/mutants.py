@@ -36,7 +36,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
-    "attention", "calls", "groups", "layout", "nesting", "offload", "plan", "planning", "prefix_cache", "context",
+    "attention", "calls", "groups", "packed_row", "nesting", "offload", "plan", "planning", "prefix_cache", "context",
     "prefix_source", "recurrence", "runner", "runs", "split_group", "states", "trees",
 )  # fmt: skip
 ALONE = [f"core/{name}.py" for name in CORE] + [
@@ -68,7 +68,7 @@ hypothesis.settings.load_profile("first failure")
 
 # Tests that are asked about a mutant of a file or a room, the first that its name begins with.
 NESTING = "tests/core/test_nesting.py"
-LAYOUTS = f"tests/core/test_groups_layout.py tests/core/test_trees.py {NESTING}"
+ROWS = f"tests/core/test_packed_row.py tests/core/test_trees.py {NESTING}"
 COST = "tests/auto/test_cost.py::test_"
 CUT = (
     "tests/core/test_trees.py::test_a_tree_is_cut_where_the_fewest_tokens_are_computed "
@@ -79,7 +79,7 @@ VERIFY = "tests/engine/test_verify.py"
 DUMMIES = f"{FAMILIES}dummies_of_a_rank_without_rows_give_every_parameter_a_gradient_of_zero"
 TESTS = {
     "auto/placement": "tests/auto/test_placement.py",
-    "core/calls": "tests/core/test_kernels.py tests/core/test_flash_attn_package.py tests/core/test_groups_layout.py",
+    "core/calls": "tests/core/test_kernels.py tests/core/test_flash_attn_package.py tests/core/test_packed_row.py",
     "core/kernels": "tests/core/test_kernels.py",
     "core/attention": "tests/core/test_kernels.py tests/core/test_runner.py tests/core/test_fused_merge.py "
     f"tests/models/test_frozen.py {FAMILIES}a_model_that_bypasses_the_attention_interface_is_noticed {VERIFY} "
@@ -89,11 +89,11 @@ TESTS = {
     "core/states": f"tests/core/test_trees.py {FAMILIES}family_equals_hf {VERIFY}",
     "core/runner": "tests/core/test_runner.py tests/core/test_lifetime.py tests/core/test_offload.py "
     f"{DUMMIES} tests/engine/test_engine_equivalence.py::test_lm_head_runs_where_the_loss_reads_alone",
-    "core/trees": "tests/core/test_trees.py", "core/nesting": NESTING, "core/plan.py": LAYOUTS,
-    "core/groups": LAYOUTS, "core/runs": LAYOUTS, "core/prefix_source": LAYOUTS,
+    "core/trees": "tests/core/test_trees.py", "core/nesting": NESTING, "core/plan.py": ROWS,
+    "core/groups": ROWS, "core/runs": ROWS, "core/prefix_source": ROWS,
     "core/context": "tests/core/test_kernels.py tests/core/test_runner.py",
-    "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py",
-    "core/planning": f"tests/core/test_groups_layout.py {CUT} {COST}passes_of_a_plan_count_each_token_once "
+    "core/packed_row": f"{ROWS} {DUMMIES} tests/models/test_experts.py",
+    "core/planning": f"tests/core/test_packed_row.py {CUT} {COST}passes_of_a_plan_count_each_token_once "
     f"{COST}what_does_not_fit_is_cut_or_phased_by_cost {COST}waves_hide_their_own_cost_for_an_eighth_of_memory "
     f"{COST}plan_says_what_the_engine_does",
     "core/offload": "tests/core/test_offload.py tests/core/test_fsdp.py tests/core/test_lifetime.py",

@@ -265,7 +265,7 @@ def simulated(name: str, broken: str = "", log_probs: bool = True) -> dict:
 
 
 # (GiB, launches, host syncs, GB of collectives) per phase: a change of the schedule, of a model or of FSDP2 moves them.
-# A wave launches half of phase_b. Stock's host waits for a pass's loss and its indices; ours behind all passes.
+# A wave launches half of the phase. Stock's host waits for a pass's loss and its indices; ours behind all passes.
 PINNED = {
     "stock": {
         "log_probs/micro_batch": (15.165, 396, 4, 7.693),
@@ -279,9 +279,9 @@ PINNED = {
     },
     "phased+offload": {
         "log_probs/phase_a": (5.238, 198, 0, 3.846),
-        "log_probs/phase_b": (5.502, 450, 0, 7.693),
+        "log_probs/wave": (5.502, 450, 0, 7.693),
         "phase_a": (5.680, 209, 0, 3.846),
-        "phase_b": (8.095, 1509, 0, 30.77),
+        "wave": (8.095, 1509, 0, 30.77),
         "phase_c": (7.541, 566, 0, 9.437),
         "optimizer": (4.478, 18, 1, 0.0),
     },
@@ -389,7 +389,7 @@ def deep_peaks() -> dict[str, tuple[float, float, float]]:
     def line(name: str) -> float:
         return first[name]["peak"] + times * (second[name]["peak"] - first[name]["peak"])
 
-    names = ("phase_a", "phase_b", "phase_c")
+    names = ("phase_a", "wave", "phase_c")
     return {name: (told[name]["peak"], seen[name]["peak"], line(name)) for name in names}
 
 
@@ -479,7 +479,7 @@ def test_stock_runs_the_tower_for_every_row_and_a_wave_runs_none(elsewhere):
     assert found["attention"] == 4 * 64 * (240**2 + 144**2 + 96**2)
     assert found["micro_batch"] == pytest.approx(3 * found["packed"], rel=1e-9)
     assert found["log_probs/micro_batch"] == pytest.approx(3 * found["log_probs/packed"], rel=1e-9)
-    assert found["phase_b"] == 0 == found["log_probs/phase_b"]
+    assert found["wave"] == 0 == found["log_probs/wave"]
     assert found["phase_a"] + found["phase_c"] == pytest.approx(found["packed"], rel=1e-9)
 
 

@@ -221,7 +221,7 @@ def cached(job: Job, broken: str = "") -> float:
         for patch in BROKEN[broken]() if broken else ():
             stack.enter_context(patch)
         Simulation(job, tracker, meshes, DEVICE).run(Arm("phased"), update=False)
-    return tracker.phases["log_probs/phase_b"]["peak/prefix cache"]
+    return tracker.phases["log_probs/wave"]["peak/prefix cache"]
 
 
 def test_the_prefix_cache_holds_one_state_per_prefix(elsewhere):

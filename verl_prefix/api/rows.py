@@ -171,7 +171,7 @@ class Batch:
 
     def by_row(self, done: PassOutputs) -> dict[int, torch.Tensor]:
         """Outputs [response_len, 1 or 2] of every row of a pass that has a response, by row."""
-        return split_rows(done.outputs, row_lens(done.layout.groups))
+        return split_rows(done.outputs, row_lens(done.packed_row.groups))
 
     def shaped(self, rows: Sequence[int], outputs: dict[int, torch.Tensor]) -> tuple[PerToken, PerToken | None]:
         """(log-probs, entropy or None) of `rows` in the form of the responses."""

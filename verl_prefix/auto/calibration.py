@@ -46,7 +46,7 @@ def measure(
     tokens = TokenBatch(index % shape.vocab_size, index % unit, offsets)
     runner = new_runner(
         lambda _, logits: torch.logsumexp(logits.float(), -1, keepdim=True),
-        lambda layout, outputs: outputs.sum() * 0.0,
+        lambda packed_row, outputs: outputs.sum() * 0.0,
         forward_only,
     )
 

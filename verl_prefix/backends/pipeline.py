@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_prefix.backends.megatron_runner import MegatronRunner
-from verl_prefix.core.errors import annotate_backwards, annotate_errors
 from verl_prefix.core.forward import TokenBatch
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
+from verl_prefix.core.pass_notes import NotesOfBackwards, PassNote
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.prefix_cache import PrefixCache
-from verl_prefix.core.runner import PhaseA, layout_of
+from verl_prefix.core.runner import PhaseA, packed_row_of
 from verl_prefix.models.mcore import unwrapped
 from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
 
@@ -42,14 +42,14 @@ class _Begun(NamedTuple):
 class _MicroBatch(NamedTuple):
     """A packed pass; a wave with the caches that it reads. `where`: phase and part, for an error's note."""
 
-    layout: Layout
+    packed_row: PackedRow
     caches: tuple[PrefixCache, ...]
     where: tuple[str, str]
 
 
 def _micro_batch(planned: PackedPass, tokens: TokenBatch, outer: PhaseA | None = None, part: str = "") -> _MicroBatch:
     caches = outer.caches if outer else ()
-    return _MicroBatch(layout_of(planned, tokens, outer), caches, (planned.phase, part))
+    return _MicroBatch(packed_row_of(planned, tokens, outer), caches, (planned.phase, part))
 
 
 @dataclass(eq=False)
@@ -72,11 +72,11 @@ class PipelineRunner(MegatronRunner):
                         for planned, phase_a, _ in begun
                         for number, wave in enumerate(planned.waves, start=1)
                     ]
-                    groups = [group for micro_batch in micro_batches for group in micro_batch.layout.groups]
+                    groups = [group for micro_batch in micro_batches for group in micro_batch.packed_row.groups]
                     with ExitStack() as measured:
                         if begun:
                             measured.enter_context(self.meter.between_a_and_c(device))
-                        measured.enter_context(self.meter.phase("phase_b" if begun else "packed", groups, device))
+                        measured.enter_context(self.meter.phase("wave" if begun else "packed", groups, device))
                         self._run_1f1b(tokens, micro_batches)
                     micro_batches.clear()  # and with them the caches that they read
                     while begun:
@@ -96,18 +96,18 @@ class PipelineRunner(MegatronRunner):
         """Runs forwards and backwards of packed passes and waves in mcore's order."""
         assert self.step is not None
         step, left = self.step, iter(micro_batches)
-        with annotate_backwards() as backwards:
+        with NotesOfBackwards() as backwards:
 
             def forward() -> tuple[torch.Tensor, Any]:
                 """The next micro-batch's output here, and what makes a loss of the last stage's output."""
-                layout, caches, (phase, part) = next(left)
-                annotated = annotate_errors(phase, layout.groups, part)
+                packed_row, caches, (phase, part) = next(left)
+                annotated = PassNote(phase, packed_row.groups, part)
                 with annotated:
-                    done = self.forward.packed(tokens, layout, caches)
+                    done = self.forward.packed(tokens, packed_row, caches)
                 backwards.follow(done.outputs, annotated)
 
                 def loss(outputs: torch.Tensor) -> torch.Tensor:
-                    if not layout.groups:
+                    if not packed_row.groups:
                         return outputs.sum() * 0.0
                     with annotated:
                         return step(*done._replace(outputs=outputs))

@@ -14,7 +14,7 @@ import torch
 from verl_prefix.core.calls import AttentionParams, Call
 from verl_prefix.core.kernels import Kernel
 from verl_prefix.core.kernels.merge import logaddexp, merge_at
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import PrefixCache, add_at
 
 # By layer: outputs [T, H, D] and log-sum-exps [H, T] of attention, kept until gradient checkpointing runs it again.
@@ -22,10 +22,10 @@ Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class AttentionSite(NamedTuple):
-    """Where attention happens: in `layer`, on the packed row `layout`, with `params`, by `kernel`. Segments read keys
-    of `caches`, which are those of the phases A around, the outermost first, and of the packed row itself."""
+    """Where attention happens: in `layer`, on `packed_row`, with `params`, by `kernel`. Segments read keys of their own
+    packed row, and of `caches`: those of the phases A around it, the outermost first."""
 
-    layout: Layout
+    packed_row: PackedRow
     kernel: Kernel
     params: AttentionParams
     caches: Sequence[PrefixCache]
@@ -45,11 +45,11 @@ class GroupedAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
         anchor: torch.Tensor | None, site: AttentionSite, kept: Kept | None,
     ) -> torch.Tensor:  # fmt: skip
-        layout, kernel, params, caches, layer = site
+        packed_row, kernel, params, caches, layer = site
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
         else:
-            calls = layout.calls(params, q.device)
+            calls = packed_row.calls(params, q.device)
             all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
             for call in calls:
                 keys, values = call.keys(all_k), call.keys(all_v)
@@ -71,9 +71,9 @@ class GroupedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        layout, kernel, params, caches, layer = ctx.site
+        packed_row, kernel, params, caches, layer = ctx.site
         trains_prefix = ctx.needs_input_grad[4]  # of the anchor
-        calls = layout.calls(params, q.device)
+        calls = packed_row.calls(params, q.device)
         all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
         dout = dout.contiguous()
         for call in calls:
@@ -81,12 +81,12 @@ class GroupedAttention(torch.autograd.Function):
             dq_call, dk_call, dv_call = kernel.backward(dout[at], (q[at], keys, values, out[at], lse[:, at]), call)
             if call is calls[0]:
                 dq, dk, dv = dq_call, dk_call[call.own_at], dv_call[call.own_at]
-                strand_gradients = _StrandGradients(dk, dv, layout, calls)
+                strand_gradients = _StrandGradients(dk, dv, packed_row, calls)
             else:
                 dq[at] += dq_call
             for prefix in call.prefixes:
                 grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
-                if prefix.level == layout.source.level:  # this packed row; other levels have left autograd
+                if prefix.level == packed_row.source.level:  # this packed row; other levels have left autograd
                     strand_gradients.add(prefix.grad_tokens, *grads)
                 elif trains_prefix:
                     caches[prefix.level].add_grad(layer, prefix.grad_tokens, *grads)
@@ -107,11 +107,13 @@ class _StrandGradients:
         dk, dv: [T, K, D], of the causal call.
     """
 
-    def __init__(self, dk: torch.Tensor, dv: torch.Tensor, layout: Layout, calls: Sequence[Call]) -> None:
-        read = [prefix.grad_tokens for call in calls for prefix in call.prefixes if prefix.level == layout.source.level]
+    def __init__(self, dk: torch.Tensor, dv: torch.Tensor, packed_row: PackedRow, calls: Sequence[Call]) -> None:
+        read = [
+            prefix.grad_tokens for call in calls for prefix in call.prefixes if prefix.level == packed_row.source.level
+        ]
         adds_up = len(read) > 1 or any(isinstance(at, torch.Tensor) for at in read)
         wide = torch.promote_types(dk.dtype, torch.float32) if adds_up else dk.dtype
-        self._strand_grads = [x[: layout.num_strand_tokens] for x in (dk, dv)]  # strands are its first tokens
+        self._strand_grads = [x[: packed_row.num_strand_tokens] for x in (dk, dv)]  # strands are its first tokens
         self._totals = [x.to(wide) for x in self._strand_grads]
 
     def add(self, at: slice | torch.Tensor, *grads: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from verl_prefix.core.attention import AttentionSite, GroupedAttention, Kept
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.kernels import choose_kernel
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import LayerKey, PrefixCache, ran_twice
 from verl_prefix.core.sequence_parallel import Shards
 
@@ -20,7 +20,7 @@ class ForwardContext:
     each layer, and each copy would count its own calls.
 
     Args:
-        layout: the packed row that runs.
+        packed_row: the packed row that runs.
         kernel: name for `kernels.choose_kernel`.
         own_cache: in phase A, the cache that receives the layers' keys and values.
         outer_caches: of the phases A around a nested pass, the outermost first; segments read their paths there.
@@ -41,7 +41,7 @@ class ForwardContext:
 
     def __init__(
         self,
-        layout: Layout,
+        packed_row: PackedRow,
         kernel: str,
         own_cache: PrefixCache | None = None,
         outer_caches: Sequence[PrefixCache] = (),
@@ -50,7 +50,7 @@ class ForwardContext:
         head_tokens: torch.Tensor | None = None,
         routes: torch.Tensor | None = None,
     ) -> None:
-        self.layout = layout
+        self.packed_row = packed_row
         self.kernel = kernel
         self.own_cache = own_cache
         self.outer_caches = tuple(outer_caches)
@@ -88,7 +88,7 @@ class ForwardContext:
             cache.read(layer)  # raises where phase A left nothing
         anchor = self.outer_caches[-1].anchors[layer] if self.outer_caches else None
         out: torch.Tensor = GroupedAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, sinks, anchor, AttentionSite(self.layout, kernel, params, self.outer_caches, layer), self.kept
+            q, k, v, sinks, anchor, AttentionSite(self.packed_row, kernel, params, self.outer_caches, layer), self.kept
         )
         self.on_attention(layer, q, k, v, sinks=sinks, params=params, out=out)
         return out if self.shards is None else self.shards.to_tokens(out)

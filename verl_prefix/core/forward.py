@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.runs import on_device
 from verl_prefix.core.sequence_parallel import Shards
@@ -27,11 +27,11 @@ class PassOutputs(NamedTuple):
     """A packed pass after its forward.
 
     Attributes:
-        layout: its packed row, with the groups whose rows it computes; none in a dummy, whose loss is zero.
-        outputs: [n, k], the outputs that rows read, in the order of `layout.output_places`.
+        packed_row: its packed row, with the groups whose rows it computes; none in a dummy, whose loss is zero.
+        outputs: [n, k], the outputs that rows read, in the order of `packed_row.output_places`.
     """
 
-    layout: Layout
+    packed_row: PackedRow
     outputs: torch.Tensor
 
 
@@ -115,7 +115,7 @@ class PackedForward:
     sequence_group: dist.ProcessGroup | None = None
 
     def phase_a(
-        self, batch: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool,
+        self, batch: TokenBatch, packed_row: PackedRow, cache: PrefixCache, with_head: bool,
         outer_caches: Sequence[PrefixCache],
     ) -> torch.Tensor:  # fmt: skip
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
@@ -128,49 +128,51 @@ class PackedForward:
             [m, k], where the backward of phase C starts: outputs of the strand tokens that rows read; if rows read
             none, one output of the last token; on an early stage of a pipeline, hidden states.
         """
-        head_tokens = torch.tensor([layout.num_tokens - 1])
+        head_tokens = torch.tensor([packed_row.num_tokens - 1])
         of_logits: LogitsFn | None = _sum_logits if with_head else None
-        if layout.output_index is not None:
-            head_tokens, of_logits = layout.head_tokens, self.of_logits
+        if packed_row.output_index is not None:
+            head_tokens, of_logits = packed_row.head_tokens, self.of_logits
         with self.context():
             keeps = self.keep_attention and cache.keeps_attention
-            result = self._run(batch, layout, head_tokens, of_logits, outer_caches, keeps, own_cache=cache)
-            if layout.output_index is None or self.model.is_early_stage:
+            result = self._run(batch, packed_row, head_tokens, of_logits, outer_caches, keeps, own_cache=cache)
+            if packed_row.output_index is None or self.model.is_early_stage:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
-    def packed(self, batch: TokenBatch, layout: Layout, outer_caches: Sequence[PrefixCache]) -> PassOutputs:
+    def packed(self, batch: TokenBatch, packed_row: PackedRow, outer_caches: Sequence[PrefixCache]) -> PassOutputs:
         """The forward of a packed pass; `outer_caches` are those of the phases A around it, the outermost first."""
         with self.context():
-            of_logits = _sum_logits if layout.is_dummy else self.of_logits
-            outputs = self._run(batch, layout, layout.head_tokens, of_logits, outer_caches, self.keep_attention)
-            return PassOutputs(layout, self._gather_outputs(outputs, layout, outer_caches))
+            of_logits = _sum_logits if packed_row.is_dummy else self.of_logits
+            outputs = self._run(batch, packed_row, packed_row.head_tokens, of_logits, outer_caches, self.keep_attention)
+            return PassOutputs(packed_row, self._gather_outputs(outputs, packed_row, outer_caches))
 
-    def _gather_outputs(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
-        """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
+    def _gather_outputs(
+        self, outputs: torch.Tensor, packed_row: PackedRow, caches: Sequence[PrefixCache]
+    ) -> torch.Tensor:
+        """Outputs [m, k] of a packed row's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
         output, and outputs of phases A around."""
-        if self.model.is_early_stage or layout.output_index is None:
+        if self.model.is_early_stage or packed_row.output_index is None:
             return outputs
-        _, levels, row_tokens = layout.output_index
+        _, levels, row_tokens = packed_row.output_index
         read = outputs.new_empty(len(row_tokens), outputs.shape[-1])
-        for level, packed_row in enumerate(layout.levels):
+        for level, row_of_level in enumerate(packed_row.levels):
             chosen = levels == level
             if not chosen.any():
                 continue
             wanted = row_tokens[chosen]
-            index = on_device(torch.searchsorted(packed_row.head_tokens, wanted), outputs.device)
-            if packed_row is not layout:
+            index = on_device(torch.searchsorted(row_of_level.head_tokens, wanted), outputs.device)
+            if row_of_level is not packed_row:
                 (stored,) = caches[level].read(_OUTPUTS)
                 of_level: torch.Tensor = ReadPrefix.apply(stored, index, caches[level], _OUTPUTS)  # type: ignore[no-untyped-call]
             else:
-                of_level = outputs if torch.equal(wanted, layout.head_tokens) else outputs[index]
+                of_level = outputs if torch.equal(wanted, packed_row.head_tokens) else outputs[index]
             if chosen.all():
                 return of_level
             read = read.index_copy(0, on_device(chosen.nonzero()[:, 0], outputs.device), of_level)
         return read
 
     def _run(
-        self, batch: TokenBatch, layout: Layout, head_tokens: torch.Tensor, of_logits: LogitsFn | None,
+        self, batch: TokenBatch, packed_row: PackedRow, head_tokens: torch.Tensor, of_logits: LogitsFn | None,
         outer_caches: Sequence[PrefixCache], keeps: bool, own_cache: PrefixCache | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Runs the model on a packed row; returns outputs of `head_tokens` as of `Model.token_outputs`.
@@ -178,16 +180,16 @@ class PackedForward:
         Args:
             keeps: attention outputs are kept where a backward follows.
         """
-        device, places, shards, tokens = batch.input_ids.device, layout.places, None, None
+        device, places, shards, tokens = batch.input_ids.device, packed_row.places, None, None
         local_head_tokens = head_tokens
         if self.sequence_group is not None:
-            shards = Shards(self.sequence_group, layout, device)
-            tokens, places = shards.local_tokens, layout.places[shards.local_tokens]
+            shards = Shards(self.sequence_group, packed_row, device)
+            tokens, places = shards.local_tokens, packed_row.places[shards.local_tokens]
             local_head_tokens, gathered_at = shards.spread_head(head_tokens)
         routes = None if batch.routes is None else on_device(batch.routes[places], device)
         places, local_head_tokens = on_device(places, device), on_device(local_head_tokens, device)
         forward_context = self.context_type(
-            layout, self.kernel, own_cache, outer_caches, keeps and torch.is_grad_enabled(),
+            packed_row, self.kernel, own_cache, outer_caches, keeps and torch.is_grad_enabled(),
             shards=shards, head_tokens=local_head_tokens, routes=routes,
         )  # fmt: skip
         head_places = places[local_head_tokens]
@@ -195,9 +197,9 @@ class PackedForward:
         result = self.model.token_outputs(
             batch.input_ids[places], batch.position_ids[..., places], head_tokens=local_head_tokens,
             forward_context=forward_context, of_head=of_head, logits_chunk=self.logits_chunk,
-            pixels=batch.pixels.of(layout.groups, device, tokens) if batch.pixels else {},
+            pixels=batch.pixels.of(packed_row.groups, device, tokens) if batch.pixels else {},
         )  # fmt: skip
-        if batch.records and not layout.is_dummy:
+        if batch.records and not packed_row.is_dummy:
             _record(batch, forward_context)
         return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered_at)
 
@@ -207,7 +209,7 @@ def _record(batch: TokenBatch, forward_context: ForwardContext) -> None:
     assert batch.routes is not None and forward_context.routes is not None
     routes, shards = forward_context.routes, forward_context.shards
     routes = routes if shards is None else shards.whole(routes.view(torch.uint8)).view(torch.int16)  # NCCL: no int16
-    batch.routes[forward_context.layout.places] = routes.cpu()
+    batch.routes[forward_context.packed_row.places] = routes.cpu()
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

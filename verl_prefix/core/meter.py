@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from verl_prefix.core.errors import annotate_errors
 from verl_prefix.core.groups import Group
+from verl_prefix.core.pass_notes import PassNote
 
 
 class Meter:
@@ -32,7 +32,7 @@ class Meter:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds so far of each kind of forward, and of phases C; phase_b is waves. Reading waits for the device."""
+        """Seconds so far of each kind of forward, and of phases C. Reading waits for the device."""
         seconds: dict[str, float] = {}
         for phase, start, end in self._moments:
             if isinstance(end, torch.cuda.Event):
@@ -44,9 +44,9 @@ class Meter:
     @contextmanager
     def phase(self, name: str, groups: Sequence[Group], device: torch.device, part: str = "") -> Iterator[None]:
         """Context that times a phase, or a `part` of it, and names it to torch's profiler. Errors inside get a note, by
-        the arguments of `annotate_errors`."""
+        the arguments of `PassNote`."""
         start = _now(device)
-        with annotate_errors(name, groups, part), torch.profiler.record_function(f"prefix {part or name}"):
+        with PassNote(name, groups, part), torch.profiler.record_function(f"prefix {part or name}"):
             yield
         self._moments.append((name, start, _now(device)))
 

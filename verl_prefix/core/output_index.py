@@ -47,7 +47,7 @@ def index_outputs(
 
     Args:
         rows: all rows of a packed row, in the order of their suffixes there.
-        level_starts: as of `Layout`, whose packed row is the last level.
+        level_starts: as of `PackedRow`, whose packed row is the last level.
         num_strand_tokens: of the packed row.
 
     Returns:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Phase
+from verl_prefix.core.packed_row import Phase
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PackedPass(_PassBase):
 class Wave(PackedPass):
     """A packed pass that is nested in a phased one, and computes suffixes alone, on every rank."""
 
-    phase: ClassVar[Phase] = "phase_b"
+    phase: ClassVar[Phase] = "wave"
     depth: ClassVar[int] = 0
 
 

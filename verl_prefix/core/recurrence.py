@@ -15,7 +15,7 @@ import torch
 
 from verl_prefix.core.calls import Spans
 from verl_prefix.core.context import ForwardContext
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import LayerKey, ReadPrefix
 from verl_prefix.core.runs import end_of
 from verl_prefix.core.states import SegmentKind
@@ -52,12 +52,12 @@ def shared_scan(
         length = len(filled[0])
         return scan(filled, Spans((0, length), (0, length)), None).outputs[shift:]
 
-    layout = forward_context.layout
-    suffixes, num_strand_tokens, device = layout.states.suffixes, layout.num_strand_tokens, inputs[0].device
+    packed_row = forward_context.packed_row
+    suffixes, num_strand_tokens, device = packed_row.states.suffixes, packed_row.num_strand_tokens, inputs[0].device
     parts, states = [], None
     if num_strand_tokens:
         inherited = _initial_states(forward_context, key, None, "strands", device)
-        outputs, states = _scan_strands(layout, inputs, scan, inherited)
+        outputs, states = _scan_strands(packed_row, inputs, scan, inherited)
         if forward_context.own_cache is not None:
             outputs = forward_context.own_cache.capture(key, states, beside=(outputs,))[-1]
         parts.append(outputs)
@@ -70,9 +70,9 @@ def shared_scan(
 
 
 def _scan_strands(
-    layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan, inherited: torch.Tensor | None
+    packed_row: PackedRow, inputs: Sequence[torch.Tensor], scan: Scan, inherited: torch.Tensor | None
 ) -> Scanned:
-    """Outputs of all strands' tokens, and the states after the layout's `state_paths`, in their order.
+    """Outputs of all strands' tokens, and the states after the packed row's `state_paths`, in their order.
 
     Args:
         inherited: [strands, ...], the states from which strands start that continue strands of passes around; None:
@@ -80,10 +80,10 @@ def _scan_strands(
     """
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
-    first = layout.source.own_start
+    first = packed_row.source.own_start
     if inherited is not None:
-        states = {end_of(strand.path): state for strand, state in zip(layout.segments, inherited, strict=False)}
-    for runs, spans in layout.states.rounds:
+        states = {end_of(strand.path): state for strand, state in zip(packed_row.segments, inherited, strict=False)}
+    for runs, spans in packed_row.states.rounds:
         # Without passes around, all runs of the first round start from zeros, all others from states.
         initial = torch.stack([states[run.after] for run in runs]) if states else None
         of_runs = [torch.cat([x[run.start - first : run.end - first] for run in runs]) for x in inputs]
@@ -92,7 +92,7 @@ def _scan_strands(
             outputs[run.start], states[run.end] = out, state
     return Scanned(
         torch.cat([outputs[start] for start in sorted(outputs)]),
-        torch.stack([states[end] for end in layout.states.numbers]),
+        torch.stack([states[end] for end in packed_row.states.numbers]),
     )
 
 
@@ -106,20 +106,20 @@ def shared_conv(
         key: the layer's, for the prefix cache. width: tokens that an output sees, itself included.
         conv: the convolution of t tokens, with zeros in front of them: [t, D] -> [t, D].
     """
-    layout, tail_len = forward_context.layout, width - 1
-    num_strands, lens = layout.num_strands, [segment.length for segment in layout.segments]
+    packed_row, tail_len = forward_context.packed_row, width - 1
+    num_strands, lens = packed_row.num_strands, [segment.length for segment in packed_row.segments]
     tails = inherited = None
     if num_strands:
         inherited = _initial_states(forward_context, key, None, "strands", x.device)
-        tails = _last_inputs(layout, x, tail_len, inherited)
+        tails = _last_inputs(packed_row, x, tail_len, inherited)
         if forward_context.own_cache is not None:
             x = forward_context.own_cache.capture(key, tails, beside=(x,))[-1]
     of_segments = x.split(lens)
     before = [x.new_zeros(tail_len, x.shape[-1])] * len(of_segments)
-    for i, strand in enumerate(layout.segments[:num_strands]):
-        if end_of(strand.path) > layout.source.own_start:
+    for i, strand in enumerate(packed_row.segments[:num_strands]):
+        if end_of(strand.path) > packed_row.source.own_start:
             assert tails is not None
-            before[i] = tails[layout.states.numbers[end_of(strand.path)]]
+            before[i] = tails[packed_row.states.numbers[end_of(strand.path)]]
         elif strand.path:
             assert inherited is not None
             before[i] = inherited[i]
@@ -132,11 +132,11 @@ def shared_conv(
     return out
 
 
-def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int, inherited: torch.Tensor | None) -> torch.Tensor:
-    """[M, tail_len, D]: the last inputs of x [T, D] on each of the layout's `state_paths`, with zeros in front
+def _last_inputs(packed_row: PackedRow, x: torch.Tensor, tail_len: int, inherited: torch.Tensor | None) -> torch.Tensor:
+    """[M, tail_len, D]: the last inputs of x [T, D] on each of the packed row's `state_paths`, with zeros in front
     where there are fewer; `inherited` [strands, tail_len, D] are the inputs before strands that continue strands of
     passes around."""
-    index = layout.states.last_tokens(tail_len, x.device)
+    index = packed_row.states.last_tokens(tail_len, x.device)
     after_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
     if inherited is not None:
         after_zeros = torch.cat([after_zeros, inherited.flatten(0, 1)])
@@ -152,10 +152,10 @@ def _initial_states(
     Args:
         own: [M, ...], states that the packed row's own strands leave; None where no segment starts from these.
     """
-    layout, caches = forward_context.layout, forward_context.outer_caches
-    total = layout.num_strands if of == "strands" else len(layout.states.suffixes.lens)
+    packed_row, caches = forward_context.packed_row, forward_context.outer_caches
+    total = packed_row.num_strands if of == "strands" else len(packed_row.states.suffixes.lens)
     initial = None
-    for level, segments, numbers in layout.states.initial(of, device):
+    for level, segments, numbers in packed_row.states.initial(of, device):
         cache = caches[level] if level < len(caches) else None
         states = own if cache is None else cache.read(key)[0]
         chosen: torch.Tensor = ReadPrefix.apply(states, numbers, cache, key)  # type: ignore[no-untyped-call]

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from verl_prefix.core.errors import annotate_loop_body
 from verl_prefix.core.forward import PackedForward, PassOutputs, TokenBatch
-from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
+from verl_prefix.core.packed_row import PackedRow, pack_groups
+from verl_prefix.core.pass_notes import NotesOfALoop
 from verl_prefix.core.plan import PackedPass, Pass, PhasedPass, Plan, Wave
 from verl_prefix.core.prefix_cache import PrefixCache
 
 # The fields of `PassOutputs` -> the loss of their rows
-Step = Callable[[Layout, torch.Tensor], torch.Tensor]
+Step = Callable[[PackedRow, torch.Tensor], torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -30,12 +30,12 @@ class PhaseA:
     """A phase A that is done, until its phase C.
 
     Attributes:
-        layout: its packed row.
+        packed_row: its packed row.
         output: the model's, see `PackedForward.phase_a`.
         caches: the caches of the phases A around it, and its own, which is the last.
     """
 
-    layout: Layout
+    packed_row: PackedRow
     output: torch.Tensor
     caches: tuple[PrefixCache, ...]
 
@@ -46,7 +46,7 @@ class PlanRunner:
 
     Attributes:
         forward: how a packed row runs through the model.
-        step: gets each pass's layout and outputs, stores what it needs and returns the loss, already scaled so that
+        step: gets each pass's packed_row and outputs, stores what it needs and returns the loss, already scaled so that
             losses of passes add up; only for `run`.
         backward: only for `run`: what to do with a loss; None: a forward-only run, which the caller wraps in
             `torch.no_grad`.
@@ -69,9 +69,9 @@ class PlanRunner:
         with self.forward.model.grouped_attention():
             for i, planned in enumerate(plan.passes):
                 with self.forwards(batch, planned, last=i == len(plan.passes) - 1) as forwards:
-                    for layout, outputs in forwards:
+                    for packed_row, outputs in forwards:
                         with self.forward.context():
-                            loss = outputs.sum() * 0.0 if layout.is_dummy else self.step(layout, outputs)
+                            loss = outputs.sum() * 0.0 if packed_row.is_dummy else self.step(packed_row, outputs)
                         if self.backward is not None:
                             self.backward(loss)
 
@@ -89,13 +89,13 @@ class PlanRunner:
             RuntimeError: on leaving, where the iterator was not exhausted, as after a break: gradients lack the rest.
         """
         if isinstance(planned, PackedPass):
-            with closing(self._packed(batch, planned, last)) as packed, annotate_loop_body():
+            with closing(self._packed(batch, planned, last)) as packed, NotesOfALoop():
                 yield packed
                 _check_exhausted(packed)
             return
         with self._phases_a_and_c(batch, planned, None, last) as phase_a:
             nested = closing(self._nested(batch, planned, phase_a, last))
-            with nested as forwards, annotate_loop_body(), self.meter.between_a_and_c(batch.input_ids.device):
+            with nested as forwards, NotesOfALoop(), self.meter.between_a_and_c(batch.input_ids.device):
                 yield forwards
                 _check_exhausted(forwards)
 
@@ -116,10 +116,10 @@ class PlanRunner:
         self, batch: TokenBatch, planned: PackedPass, last: bool, outer: PhaseA | None = None, part: str = ""
     ) -> Generator[PassOutputs]:
         """Yields the one forward of a packed pass."""
-        layout = layout_of(planned, batch, outer)
+        packed_row = packed_row_of(planned, batch, outer)
         phase = self.meter.phase(planned.phase, planned.groups, batch.input_ids.device, part)
         with phase, self.gradient_sync(last):
-            yield self.forward.packed(batch, layout, outer.caches if outer else ())
+            yield self.forward.packed(batch, packed_row, outer.caches if outer else ())
 
     def _nested(self, batch: TokenBatch, planned: PhasedPass, phase_a: PhaseA, last: bool) -> Generator[PassOutputs]:
         """Yields the forwards of all passes that are nested in the phase A `phase_a`."""
@@ -145,10 +145,12 @@ class PlanRunner:
         self, batch: TokenBatch, planned: PhasedPass, cache: PrefixCache, outer: PhaseA | None = None
     ) -> PhaseA:
         """Runs the prefixes of a pass, which `cache` gets."""
-        layout, caches = layout_of(planned, batch, outer), outer.caches if outer else ()
+        packed_row, caches = packed_row_of(planned, batch, outer), outer.caches if outer else ()
         with self.meter.phase(planned.phase, planned.groups, batch.input_ids.device), cache.saving():
-            output = self.forward.phase_a(batch, layout, cache, with_head=planned.reads_strands, outer_caches=caches)
-        return PhaseA(layout, output, (*caches, cache))
+            output = self.forward.phase_a(
+                batch, packed_row, cache, with_head=planned.reads_strands, outer_caches=caches
+            )
+        return PhaseA(packed_row, output, (*caches, cache))
 
 
 def _check_exhausted(forwards: Generator[PassOutputs]) -> None:
@@ -156,7 +158,7 @@ def _check_exhausted(forwards: Generator[PassOutputs]) -> None:
         raise RuntimeError("not all forwards of a pass ran, and gradients lack their rows; go through all of them")
 
 
-def layout_of(planned: Pass, batch: TokenBatch, outer: PhaseA | None = None) -> Layout:
+def packed_row_of(planned: Pass, batch: TokenBatch, outer: PhaseA | None = None) -> PackedRow:
     """The packed row of a packed pass, or of a phase A. The pass may be nested in the phase A `outer`."""
-    layout = build_layout(planned.groups, batch.offsets, planned.phase, outer.layout if outer else None)
-    return layout if batch.is_read is None else layout.with_outputs(batch.is_read)
+    packed_row = pack_groups(planned.groups, batch.offsets, planned.phase, outer.packed_row if outer else None)
+    return packed_row if batch.is_read is None else packed_row.with_outputs(batch.is_read)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.runs import on_device
 
 
@@ -35,10 +35,10 @@ class Shards:
             nobody reads.
     """
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, packed_row: PackedRow, device: torch.device) -> None:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        lens = (layout.num_strand_tokens, layout.num_tokens - layout.num_strand_tokens)
+        lens = (packed_row.num_strand_tokens, packed_row.num_tokens - packed_row.num_strand_tokens)
         slice_lens = [-(-length // self.size) for length in lens]
         self._num_local = sum(slice_lens)
         positions = []
@@ -48,7 +48,7 @@ class Shards:
         # Where every token stands among the tokens of rank 0, then rank 1, and so on.
         self._at_ranks = torch.cat(positions)
         self._at_ranks_on_device = on_device(self._at_ranks, device)
-        self.local_tokens = self.local(torch.arange(layout.num_tokens))
+        self.local_tokens = self.local(torch.arange(packed_row.num_tokens))
 
     def local(self, values: torch.Tensor) -> torch.Tensor:
         """Values of all tokens [T], in host memory -> of this rank's tokens [t], 0 where a slice is padded."""

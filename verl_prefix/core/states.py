@@ -32,7 +32,7 @@ class StateIndex:
     Args:
         strands, suffixes: segments of the packed row.
         own_start: where the packed row's own strands begin in the prefix source.
-        paths: `Layout.state_paths`.
+        paths: `PackedRow.state_paths`.
         outer_states: the states of the packed rows around, the outermost first.
 
     Attributes:

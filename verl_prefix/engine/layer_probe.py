@@ -13,7 +13,7 @@ import torch
 
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.context import ForwardContext
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.runs import ranges
 
 # Two partial outputs and their sum are rounded where a single call rounds once: sqrt(3).
@@ -53,11 +53,11 @@ class LayerProbe:
 
     @torch.no_grad()
     def recurrence(
-        self, key: Hashable, layout: Layout, inputs: Sequence[torch.Tensor],
+        self, key: Hashable, packed_row: PackedRow, inputs: Sequence[torch.Tensor],
         whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor], out: torch.Tensor,
     ) -> None:  # fmt: skip
         """Compares each segment's outputs with those of a row that begins with the prefix."""
-        for behind, own in _segments(layout):
+        for behind, own in _segments(packed_row):
             row = [torch.cat([x[behind.to(x.device)], x[own]]) for x in inputs]
             truth = whole(row, 0)[len(behind) :]
             moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[len(behind) :]
@@ -66,12 +66,12 @@ class LayerProbe:
 
     @torch.no_grad()
     def attention(
-        self, layer: int, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        self, layer: int, packed_row: PackedRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         sinks: torch.Tensor | None, params: AttentionParams, out: torch.Tensor,
     ) -> None:  # fmt: skip
         """Compares the first and last `_QUERIES` queries of each segment with dense attention."""
         error = noise = 0.0
-        for behind, own in _segments(layout):
+        for behind, own in _segments(packed_row):
             tokens = torch.arange(own.start, own.stop, device=q.device)
             query = torch.cat([tokens[:_QUERIES], tokens[_QUERIES:][-_QUERIES:]])
             keys, values = (torch.cat([x[behind.to(x.device)], x[own]]) for x in (k, v))
@@ -92,16 +92,16 @@ class ProbedContext(ForwardContext):
         self._probe = probe
 
     def on_attention(self, layer: int, *args: Any, **options: Any) -> None:
-        self._probe.attention(layer, self.layout, *args, **options)
+        self._probe.attention(layer, self.packed_row, *args, **options)
 
     def on_recurrence(self, key: Hashable, *args: Any) -> None:
-        self._probe.recurrence(key, self.layout, *args)
+        self._probe.recurrence(key, self.packed_row, *args)
 
 
-def _segments(layout: Layout) -> Iterator[tuple[torch.Tensor, slice]]:
+def _segments(packed_row: PackedRow) -> Iterator[tuple[torch.Tensor, slice]]:
     """Yields, for each segment of a packed pass, the tokens that it continues, [n] int64, and its own tokens."""
     start = 0
-    for segment in layout.segments:
+    for segment in packed_row.segments:
         yield ranges(segment.path), slice(start, start + segment.length)
         start += segment.length
 

@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from verl_prefix.core.forward import TokenBatch
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runs import on_device, ranges
 from verl_prefix.engine.backend import Backend
@@ -161,33 +161,35 @@ class TokenOutputs:
         index = torch.tensor([-1], device=self.tokens.input_ids.device)
         return self.of_logits(index, self.backend.logits_like())[:0]
 
-    def scatter_to_rows(self, layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def scatter_to_rows(
+        self, packed_row: PackedRow, outputs: torch.Tensor, offsets: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """Puts each output at its place in its row, in verl's nested full-length form. Prompts get zeros. A response
         token has no output where lm_head skips it or its row is dead. It gets entropy 0 and its old log-prob: the loss
         masks the token, or multiplies it by 0, and nobody gets its outputs back.
 
         Args:
-            layout: of a pass.
+            packed_row: of a pass.
             outputs: [outputs that are read, k].
             offsets: [rows + 1] int64, of the pass's rows, one after the other.
 
         Returns:
             jagged [rows, tokens] by name.
         """
-        numbers = [row for group in layout.groups for row in group.rows]
+        numbers = [row for group in packed_row.groups for row in group.rows]
         starts, ends = ([self.tokens.offsets[row + end] for row in numbers] for end in (0, 1))
         *pass_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
         # `output_places` are places in the batch's flat values. Find each one's row among those of the pass (the last
         # row that starts at or before it), and shift it to where that row lies in this pass.
         batch_starts = torch.tensor(starts, dtype=torch.int64)
         order = batch_starts.argsort()
-        in_pass = order[torch.searchsorted(batch_starts[order], layout.output_places, right=True) - 1]
+        in_pass = order[torch.searchsorted(batch_starts[order], packed_row.output_places, right=True) - 1]
         shift = (torch.tensor(pass_starts, dtype=torch.int64) - batch_starts)[in_pass]
         full = outputs.new_zeros(num_tokens, outputs.shape[-1])
         if self._old_log_probs is not None:
             old = torch.cat([self._old_log_probs[start:end] for start, end in zip(starts, ends, strict=True)])
             full[:, self.names.index("log_probs")] = on_device(old, outputs.device).to(full.dtype)
-        full = full.index_copy(0, on_device(layout.output_places + shift, outputs.device), outputs)
+        full = full.index_copy(0, on_device(packed_row.output_places + shift, outputs.device), outputs)
         return {
             name: torch.nested.nested_tensor_from_jagged(column, offsets)
             for name, column in zip(self.names, full.unbind(-1), strict=True)

@@ -9,8 +9,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.utils import postprocess_batch_func
 
-from verl_prefix.core.errors import current_pass, listed
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.errors import listed
+from verl_prefix.core.packed_row import PackedRow
+from verl_prefix.core.pass_notes import current_pass
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss, neutral
@@ -59,16 +60,16 @@ class PassResults:
         self._padding = rows.padding if hides_padding else set[int]()
         self._results: list[_Result] = []
 
-    def step(self, layout: Layout, outputs: torch.Tensor, with_loss: bool = True) -> torch.Tensor:
+    def step(self, packed_row: PackedRow, outputs: torch.Tensor, with_loss: bool = True) -> torch.Tensor:
         """Does what verl's forward_step does after the model: returns the loss of a pass, and keeps its results.
 
         Args:
             outputs: [outputs that are read, k].
             with_loss: False: a loss function is not called, and the loss is 0.
         """
-        numbers = [row for group in layout.groups for row in group.rows]
+        numbers = [row for group in packed_row.groups for row in group.rows]
         micro_batch = self._loss.micro_batch(self._data, numbers)
-        model_output = self.token_outputs.scatter_to_rows(layout, outputs, micro_batch["input_ids"].offsets())
+        model_output = self.token_outputs.scatter_to_rows(packed_row, outputs, micro_batch["input_ids"].offsets())
         read, seen = model_output, [i for i, row in enumerate(numbers) if row not in self._padding]
         if 0 < len(seen) < len(numbers):
             micro_batch = select_rows(micro_batch, seen)
@@ -111,7 +112,7 @@ class PassResults:
         if plan.idle_groups and (self.returns_outputs or not self._results):
             alone = not self._results
             with torch.no_grad(), self._backend.autocast():
-                nothing = Layout(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
+                nothing = PackedRow(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
                 self.step(nothing, self.token_outputs.empty(), with_loss=alone)
             idle = self._results[-1]
             metrics_count = idle.metrics_count and alone

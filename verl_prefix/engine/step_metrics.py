@@ -39,7 +39,7 @@ _PEAK = "prefix/phase_b_peak_gib"
 # The maximum over ranks is reported: of seconds, since ranks wait for the slowest (as verl's own seconds do), of peaks,
 # and of what every rank knows of all.
 MOST = [
-    *(f"timing_s/prefix_{name}" for name in ("exchange", "packed", "phase_a", "phase_b", "phase_c", "verify")),
+    *(f"timing_s/prefix_{name}" for name in ("exchange", "packed", "phase_a", "wave", "phase_c", "verify")),
     *(f"prefix/{name}" for name in ("split_groups", "cost_split_groups")), _PEAK,
 ]  # fmt: skip
 # Counted, but not reported: tokens that stock computes, and that ours would compute if every group were one pass.

@@ -9,23 +9,23 @@ import torch
 from transformers import PreTrainedModel
 
 from verl_prefix.core.context import ForwardContext
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.runs import on_device
 from verl_prefix.core.sequence_parallel import Shards
 
 
-def multiplicity(layout: Layout, shards: Shards | None = None) -> torch.Tensor:
+def multiplicity(packed_row: PackedRow, shards: Shards | None = None) -> torch.Tensor:
     """[T] int64: how many rows with outputs contain each token of a packed row, or of this rank's `shards` of it; 0 in
     a dummy."""
     counts = []
-    for group in layout.groups:
+    for group in packed_row.groups:
         steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]
         for fork, num_outputs in zip(group.forks, group.output_lens, strict=True):
             for strand, start, end in group.strands_before(fork) if num_outputs else ():
                 steps[strand][0] += 1
                 steps[strand][end - start] -= 1
         counts += [step.cumsum(0)[:-1] for step in steps[group.num_outer :]]
-    of_suffixes = torch.full((layout.num_tokens - layout.num_strand_tokens,), int(bool(layout.groups)))
+    of_suffixes = torch.full((packed_row.num_tokens - packed_row.num_strand_tokens,), int(bool(packed_row.groups)))
     found = torch.cat([*counts, of_suffixes])
     return found if shards is None else shards.local(found)
 
@@ -94,7 +94,7 @@ class CountedRouters(ExpertLoads):
         """Context of a forward on `device`, whose tokens count as often as the logical batch has them."""
         with ExitStack() as hooks:
             if self._routers and torch.is_grad_enabled():
-                weights = on_device(multiplicity(forward_context.layout, forward_context.shards), device)
+                weights = on_device(multiplicity(forward_context.packed_row, forward_context.shards), device)
                 for layer, router in enumerate(self._routers):
                     hook = functools.partial(self._count, layer, weights)
                     hooks.callback(router.register_forward_hook(hook).remove)

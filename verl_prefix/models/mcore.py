@@ -149,11 +149,11 @@ class MegatronModel:
         return result
 
     def _begin(self, forward_context: ForwardContext, position_ids: torch.Tensor) -> _Running:
-        layout, shards, ranks = forward_context.layout, forward_context.shards, 1
+        packed_row, shards, ranks = forward_context.packed_row, forward_context.shards, 1
         if self._config.sequence_parallel:
             ranks = self._config.tensor_model_parallel_size
         more = -len(position_ids) % ranks
-        weights = torch.nn.functional.pad(multiplicity(layout, shards), (0, more)).float()
+        weights = torch.nn.functional.pad(multiplicity(packed_row, shards), (0, more)).float()
         routes = forward_context.routes
         if ranks > 1:
             rank = parallel_state.get_tensor_model_parallel_rank()
@@ -164,7 +164,7 @@ class MegatronModel:
             forward_context,
             torch.nn.functional.pad(position_ids, (0, more)),
             len(position_ids),
-            max(len_of(segment.path) + segment.length for segment in layout.segments),
+            max(len_of(segment.path) + segment.length for segment in packed_row.segments),
             on_device(weights, position_ids.device),
             routes,
         )
@@ -267,7 +267,7 @@ class MegatronModel:
         """Replaces a router's auxiliary loss by the same with every token as often as the batch has it; a dummy has
         none. Told that tokens are masked, mcore divides by the number of those that count."""
         assert self._running is not None
-        if not self._running.forward_context.layout.groups:
+        if not self._running.forward_context.packed_row.groups:
             return probs
         weights = self._running.weights.unsqueeze(1)
         return apply(

@@ -31,7 +31,9 @@ def _layer_outputs(arm: Arm, rows: StepRows, start: list[torch.Tensor]) -> dict[
     def keep(name: str, _module, _args, kwargs: dict[str, Any], output: Any) -> None:
         hidden = (output[0] if isinstance(output, tuple) else output).detach()[0].double().cpu()
         ours = kwargs.get("prefix_context")
-        tokens = torch.arange(cursors[name], cursors[name] + len(hidden)) if ours is None else ours.layout.places.cpu()
+        tokens = (
+            torch.arange(cursors[name], cursors[name] + len(hidden)) if ours is None else ours.packed_row.places.cpu()
+        )
         cursors[name] += len(hidden)
         if ours is not None and name == last:
             tokens, hidden = (x[ours.head_tokens.cpu()] for x in (tokens, hidden))

@@ -31,7 +31,7 @@ from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.forward import PackedForward, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import make_plan
 from verl_prefix.core.runner import PlanRunner
@@ -161,8 +161,8 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
         if plan is not None:
             model.set_attn_implementation(ATTENTION_NAME)
 
-            def step(layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
-                return batch.loss(layout.output_places.to(log_probs.device), log_probs)
+            def step(packed_row: PackedRow, log_probs: torch.Tensor) -> torch.Tensor:
+                return batch.loss(packed_row.output_places.to(log_probs.device), log_probs)
 
             ours = PackedForward(
                 HookedModel(model), batch.log_probs, logits_chunk=case.logits_chunk,
@@ -239,7 +239,7 @@ def _whole_rows(batch: Batch, lean: bool, attention: str, rows: Sequence[tuple[i
     extra: dict[str, Any] = {}
     if attention == ATTENTION_NAME:
         segments = tuple(Segment(end - start) for start, end, _ in rows)
-        extra["prefix_context"] = ForwardContext(Layout(index, segments), "auto")
+        extra["prefix_context"] = ForwardContext(PackedRow(index, segments), "auto")
     if not lean:
         return Forward(ids, positions, token_index=index, kept=None, extra=extra)
     # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.

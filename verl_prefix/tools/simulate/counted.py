@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from verl_prefix.core import forward
 from verl_prefix.core.forward import _OUTPUTS, PackedForward
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
 
@@ -23,17 +23,19 @@ from verl_prefix.core.sequence_parallel import Shards
 class CountedForward(PackedForward):
     """The forward, which on fake tensors knows by count alone what rows read of strands."""
 
-    def _gather_outputs(self, outputs: torch.Tensor, layout: Layout, caches: Sequence[PrefixCache]) -> torch.Tensor:
-        if layout.output_index is None or not isinstance(layout.places, FakeTensor):
-            return super()._gather_outputs(outputs, layout, caches)
+    def _gather_outputs(
+        self, outputs: torch.Tensor, packed_row: PackedRow, caches: Sequence[PrefixCache]
+    ) -> torch.Tensor:
+        if packed_row.output_index is None or not isinstance(packed_row.places, FakeTensor):
+            return super()._gather_outputs(outputs, packed_row, caches)
         total, left = (
-            len(layout.output_index.row_tokens),
-            sum(map(functools.partial(_read_around, layout), layout.groups)),
+            len(packed_row.output_index.row_tokens),
+            sum(map(functools.partial(_read_around, packed_row), packed_row.groups)),
         )
         own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
         if not left:
             return own_read
-        levels = zip(layout.levels, caches, strict=False)  # of several, the innermost stands for all
+        levels = zip(packed_row.levels, caches, strict=False)  # of several, the innermost stands for all
         cache = [cache for level, cache in levels if level.output_index is not None][-1]
         (of_strands,) = cache.read(_OUTPUTS)
         at = outputs.new_empty(left, dtype=torch.int64)
@@ -41,7 +43,7 @@ class CountedForward(PackedForward):
         return torch.cat([own_read, read])
 
 
-def _read_around(layout: Layout, group: Group) -> int:
+def _read_around(packed_row: PackedRow, group: Group) -> int:
     """How many outputs rows read of strands that packed rows around this one compute."""
     return sum(
         max(end - max(start, first), 0)
@@ -58,26 +60,26 @@ class CountedShards(Shards):
         return torch.arange(-(-len(tokens) // self.size)), torch.arange(len(tokens))
 
 
-_head_tokens: Any = vars(Layout)["head_tokens"].func
+_head_tokens: Any = vars(PackedRow)["head_tokens"].func
 
 
-def _counted_head_tokens(layout: Layout) -> torch.Tensor:
-    """`Layout.head_tokens`, of fake tokens by their number."""
-    if layout.output_index is None or not isinstance(layout.places, FakeTensor):
-        whole: torch.Tensor = _head_tokens(layout)
+def _counted_head_tokens(packed_row: PackedRow) -> torch.Tensor:
+    """`PackedRow.head_tokens`, of fake tokens by their number."""
+    if packed_row.output_index is None or not isinstance(packed_row.places, FakeTensor):
+        whole: torch.Tensor = _head_tokens(packed_row)
         return whole
-    kept = sum(group.num_own_strand_outputs for group in layout.groups) if layout.num_strand_tokens else 0
-    if layout.num_tokens > layout.num_strand_tokens:
-        pairs = (pair for g in layout.groups for pair in zip(g.suffix_lens, g.output_lens, strict=True))
+    kept = sum(group.num_own_strand_outputs for group in packed_row.groups) if packed_row.num_strand_tokens else 0
+    if packed_row.num_tokens > packed_row.num_strand_tokens:
+        pairs = (pair for g in packed_row.groups for pair in zip(g.suffix_lens, g.output_lens, strict=True))
         kept += sum(min(pair) for pair in pairs)
     return torch.arange(kept)
 
 
 @contextlib.contextmanager
 def known_by_count() -> Iterator[None]:
-    """Context in which a `CountedForward` runs: its layouts and shards are counted too."""
+    """Context in which a `CountedForward` runs: its packed rows and shards are counted too."""
     with (
-        mock.patch.object(Layout, "head_tokens", property(_counted_head_tokens)),
+        mock.patch.object(PackedRow, "head_tokens", property(_counted_head_tokens)),
         mock.patch.object(forward, "Shards", CountedShards),
     ):
         yield

@@ -119,7 +119,7 @@ def simulate(
     job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True, shown: bool = False
 ) -> list[dict[str, Phase]]:
     """Per arm {phase: amounts} of an update and, if wanted, its log-probs: "log_probs/...", "micro_batch" or "packed",
-    "phase_a", "phase_b", "phase_c", "optimizer".
+    "phase_a", "wave", "phase_c", "optimizer".
 
     A deep model runs at two smaller depths; every amount of a phase is a line through them, and so is its peak at each
     `Tracker.site`. Arms run one after the other on one model, whose lazy start the first one pays: log-probs once for

@@ -25,8 +25,8 @@ from verl_prefix.core.bins import first_fit
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.forward import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
+from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.core.runs import Segment
@@ -220,7 +220,7 @@ class Simulation:
         )
         runner = PlanRunner(
             forward,
-            lambda layout, outputs: outputs.sum(),
+            lambda packed_row, outputs: outputs.sum(),
             self._backward if update else None,
             lambda last: self._gradient_sync(update, last),
             offload=arm.offload,
@@ -265,10 +265,10 @@ class Simulation:
         job, lengths = self.job, [self.lengths[row] for row in batch]
         pieces = [torch.arange(self.offsets[row], self.offsets[row + 1]) for row in batch]
         index = torch.cat(pieces)
-        layout = Layout(index, tuple(map(Segment, lengths)))
-        attention = ForwardContext(layout, self.kernel)
+        packed_row = PackedRow(index, tuple(map(Segment, lengths)))
+        attention = ForwardContext(packed_row, self.kernel)
         if self.group is not None:
-            attention.shards = shards = CountedShards(self.group, layout, torch.device(self.device))
+            attention.shards = shards = CountedShards(self.group, packed_row, torch.device(self.device))
             index = index[shards.local_tokens]
         index = index.to(self.device)
         ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[..., index]

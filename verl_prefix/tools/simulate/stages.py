@@ -17,7 +17,7 @@ from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.passes import BACKWARD, memory_of, plan_of
 from verl_prefix.tools.simulate.tracker import Phase
 
-_MICRO_BATCHES = ("micro_batch", "packed", "phase_b")
+_MICRO_BATCHES = ("micro_batch", "packed", "wave")
 
 
 def on_stages(job: Job, arm: Arm, whole: dict[str, Phase], hardware: Hardware) -> dict[str, Phase]:

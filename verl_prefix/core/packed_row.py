@@ -26,13 +26,12 @@ from verl_prefix.core.prefix_source import PrefixSource, first_place
 from verl_prefix.core.runs import Path, Segment, end_of, ranges
 from verl_prefix.core.states import StateIndex
 
-# What a packed row has: strands and suffixes; strands alone; or suffixes alone: a wave, which is "phase_b" in metrics
-# and errors. A nested pass that also computes strands runs in phase B as well, and is "packed".
-Phase = Literal["packed", "phase_a", "phase_b"]
+# What a packed row has: strands and suffixes; strands alone; or suffixes alone.
+Phase = Literal["packed", "phase_a", "wave"]
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class PackedRow:
     """One packed row of T tokens.
 
     Attributes:
@@ -54,14 +53,14 @@ class Layout:
     source: PrefixSource = PrefixSource()
     output_index: OutputIndex | None = None
     state_paths: tuple[Path, ...] = ()
-    outer: "Layout | None" = None
+    outer: "PackedRow | None" = None
     num_strands: int = 0
     phase: Phase = "packed"
     _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
 
     @property
     def is_wave(self) -> bool:
-        return self.phase == "phase_b"
+        return self.phase == "wave"
 
     @property
     def is_dummy(self) -> bool:
@@ -78,7 +77,7 @@ class Layout:
         return sum(segment.length for segment in self.segments[: self.num_strands])
 
     @property
-    def levels(self) -> "tuple[Layout, ...]":
+    def levels(self) -> "tuple[PackedRow, ...]":
         """The packed row of each level: those around this packed row, the outermost first, each of which has a cache;
         and itself."""
         return (*(self.outer.levels if self.outer else ()), self)
@@ -104,9 +103,9 @@ class Layout:
         own: torch.Tensor = row_tokens[levels == self.source.level].unique()
         return own
 
-    def with_outputs(self, is_read: torch.Tensor) -> "Layout":
-        """The layout that reads only outputs of the batch's tokens `is_read` [N] (bool). One output of this packed row
-        always stays, since a backward needs a start. A layout without outputs stays as it is."""
+    def with_outputs(self, is_read: torch.Tensor) -> "PackedRow":
+        """The packed row that reads only outputs of the batch's tokens `is_read` [N] (bool). One output of its own
+        always stays, since a backward needs a start. A packed row without outputs stays as it is."""
         index = self.output_index
         if index is None:
             tokens = torch.arange(self.num_strand_tokens, self.num_tokens)
@@ -122,9 +121,9 @@ class Layout:
         return self._calls[params, device]
 
 
-def build_layout(
-    groups: Sequence[Group], offsets: Sequence[int], phase: Phase = "packed", outer: Layout | None = None
-) -> Layout:
+def pack_groups(
+    groups: Sequence[Group], offsets: Sequence[int], phase: Phase = "packed", outer: PackedRow | None = None
+) -> PackedRow:
     """Builds the packed row of `groups`, best in the order of `planning.live_in_pass_order`. Without anything to
     compute it is a dummy: one token of the batch that reads itself. So is a phase A of prompts of one token.
 
@@ -150,9 +149,9 @@ def build_layout(
     computed = [*strands, *(suffixes if phase != "phase_a" else ())]
     if not computed:
         first_token = torch.zeros(1, dtype=torch.int64)
-        return Layout(first_token, (Segment(1),), source=source, outer=outer, phase=phase)
+        return PackedRow(first_token, (Segment(1),), source=source, outer=outer, phase=phase)
     state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > source.own_start}
-    layout = Layout(
+    packed_row = PackedRow(
         places=ranges([(place, segment.length) for place, segment in computed]),
         segments=tuple(segment for _, segment in computed),
         groups=tuple(groups),
@@ -162,5 +161,5 @@ def build_layout(
         num_strands=len(strands),
         phase=phase,
     )
-    index = index_outputs(rows, source.level_starts, layout.num_strand_tokens, has_suffixes=phase != "phase_a")
-    return replace(layout, output_index=index)
+    index = index_outputs(rows, source.level_starts, packed_row.num_strand_tokens, has_suffixes=phase != "phase_a")
+    return replace(packed_row, output_index=index)

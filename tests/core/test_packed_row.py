@@ -12,7 +12,7 @@ import torch
 from verl_prefix.core.bins import first_fit
 from verl_prefix.core.calls import AttentionParams, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
-from verl_prefix.core.layout import build_layout
+from verl_prefix.core.packed_row import pack_groups
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave
 from verl_prefix.core.planning import (
     leaves_room,
@@ -155,12 +155,12 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
     groups = live_in_pass_order(groups_of(shape))
     hypothesis.assume(groups)
     offsets = offsets_of(groups_of(shape))
-    layout = build_layout(groups, offsets)
-    assert layout.num_strand_tokens == sum(g.num_own_strand_tokens for g in groups)
+    packed_row = pack_groups(groups, offsets)
+    assert packed_row.num_strand_tokens == sum(g.num_own_strand_tokens for g in groups)
     assert (
-        layout.num_tokens
+        packed_row.num_tokens
         == sum(g.num_physical_tokens for g in groups)
-        == layout.calls(AttentionParams(1.0), CPU)[0].spans.q[-1]
+        == packed_row.calls(AttentionParams(1.0), CPU)[0].spans.q[-1]
     )
     expected = [
         offsets[row] + group.num_own_strand_tokens + i
@@ -168,16 +168,16 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
         for row, n in zip(group.rows, group.suffix_lens, strict=True)
         for i in range(n)
     ]
-    assert layout.output_places.tolist() == expected
+    assert packed_row.output_places.tolist() == expected
     sharing = [group for group in groups if group.num_own_strand_tokens]
-    _, *crosses = layout.calls(AttentionParams(1.0), CPU)
+    _, *crosses = packed_row.calls(AttentionParams(1.0), CPU)
     assert len(crosses) == bool(sharing)
     for cross in (call.spans for call in crosses):
         assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.num_own_strand_tokens for g in sharing]
         assert [b - a for a, b in zip(cross.q, cross.q[1:], strict=False)] == [g.num_suffix_tokens for g in sharing]
         assert (
-            build_layout(groups, offsets, "phase_a").places.tolist()
-            == layout.places[: layout.num_strand_tokens].tolist()
+            pack_groups(groups, offsets, "phase_a").places.tolist()
+            == packed_row.places[: packed_row.num_strand_tokens].tolist()
         )
 
 
@@ -192,30 +192,32 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         lens = [n for piece in wave.groups for n in piece.suffix_lens]
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
         offsets = offsets_of(groups_of(shape))
-        source = build_layout(groups, offsets, "phase_a")
-        layout = build_layout(wave.groups, offsets, "phase_b", source)
-        assert layout.num_strand_tokens == 0 and layout.num_tokens == sum(lens)
+        source = pack_groups(groups, offsets, "phase_a")
+        packed_row = pack_groups(wave.groups, offsets, "wave", source)
+        assert packed_row.num_strand_tokens == 0 and packed_row.num_tokens == sum(lens)
         numbers = [next(i for i, group in enumerate(groups) if piece.rows[0] in group.rows) for piece in wave.groups]
         assert [groups[i].strands for i in numbers] == [piece.strands for piece in wave.groups]
         pieces = zip(numbers, wave.groups, strict=True)
         sharing = [i for i, piece in pieces if piece.num_suffix_tokens and piece.strands]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].num_own_strand_tokens)]
         found = [
-            positions_of(p.strand_tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:] for p in call.prefixes
+            positions_of(p.strand_tokens)
+            for call in packed_row.calls(AttentionParams(1.0), CPU)[1:]
+            for p in call.prefixes
         ]
         assert found == ([keys] if keys else [])
 
 
-def keys_read(layout, window, prefix_place):
+def keys_read(packed_row, window, prefix_place):
     """{query: sorted places in the batch of the keys that it reads}; prefix_place: of each prefix source token."""
-    found = {query: [] for query in range(layout.num_tokens)}
-    for call in layout.calls(AttentionParams(1.0, window), CPU):
+    found = {query: [] for query in range(packed_row.num_tokens)}
+    for call in packed_row.calls(AttentionParams(1.0, window), CPU):
         keys = torch.full((call.spans.k[-1],), -1)
         if call.own_at is not None:
-            keys[call.own_at] = layout.places
-        levels = [*prefix_place.tensor_split(layout.source.level_starts[1:])]
-        if layout.outer:
-            levels[-1] = layout.places
+            keys[call.own_at] = packed_row.places
+        levels = [*prefix_place.tensor_split(packed_row.source.level_starts[1:])]
+        if packed_row.outer:
+            levels[-1] = packed_row.places
         for prefix in call.prefixes:
             keys[prefix.at] = levels[prefix.level][prefix.strand_tokens]
             grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[prefix.at]
@@ -224,13 +226,13 @@ def keys_read(layout, window, prefix_place):
             add_at(total, prefix.grad_tokens, prefix.summed(grad))
             assert torch.equal(total, wanted), "gradients of a token's copies are not its own"
         assert (keys >= 0).all() and torch.equal(call.keys(levels), keys)
-        queries = torch.arange(layout.num_tokens)[call.queries].tolist()
+        queries = torch.arange(packed_row.num_tokens)[call.queries].tolist()
         for q0, q1, k0, k1 in call.spans.by_segment():
             for i, query in enumerate(queries[q0:q1], start=q0):
                 end = k1 - (q1 - 1 - i) if call.causal else k1
                 start = k0 if call.window is None else max(k0, end - call.window)
                 found[query] = keys[start:end].tolist() + found[query]
-    return [found[query] for query in range(layout.num_tokens)]
+    return [found[query] for query in range(packed_row.num_tokens)]
 
 
 @hypothesis.given(SHAPES, st.one_of(st.none(), st.integers(1, 40)), st.integers(1, 60))
@@ -253,33 +255,35 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
             tokens = [*range(start, start + group.num_own_strand_tokens), *range(suffix_start, place + 1)]
         return tokens if window is None else tokens[-window:]
 
-    packed = build_layout(groups, offsets)
+    packed = pack_groups(groups, offsets)
     assert keys_read(packed, window, packed.places) == [expected(place) for place in packed.places.tolist()]
     if not any(group.num_own_strand_tokens for group in groups):
         return
-    prefixes = build_layout(groups, offsets, "phase_a")
+    prefixes = pack_groups(groups, offsets, "phase_a")
     assert keys_read(prefixes, window, prefixes.places) == [expected(place) for place in prefixes.places.tolist()]
     for wave in make_waves(groups, wave_tokens):
-        layout = build_layout(wave.groups, offsets, "phase_b", prefixes)
-        assert keys_read(layout, window, prefixes.places) == [expected(place) for place in layout.places.tolist()]
+        packed_row = pack_groups(wave.groups, offsets, "wave", prefixes)
+        assert keys_read(packed_row, window, prefixes.places) == [
+            expected(place) for place in packed_row.places.tolist()
+        ]
 
 
 def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     """Of three rows, whose suffixes begin at 4, 11 and 18 of the batch, the last one of a single token."""
     groups = [Group.of_prompt((0, 1), 4, (2, 2)), Group.of_prompt((2,), 4, (1,))]
-    layout, is_read = build_layout(groups, [0, 7, 14, 20]), torch.zeros(20, dtype=torch.bool)
-    one = build_layout(groups[1:], [0, 7, 14, 20])
+    packed_row, is_read = pack_groups(groups, [0, 7, 14, 20]), torch.zeros(20, dtype=torch.bool)
+    one = pack_groups(groups[1:], [0, 7, 14, 20])
     is_read[[5, 18]] = True
-    found = layout.with_outputs(is_read)
+    found = packed_row.with_outputs(is_read)
     assert found.output_index.places.tolist() == [5, 18] and found.head_tokens.tolist() == [9, 12]
     for chosen in (is_read, ~is_read):
         assert one.with_outputs(chosen).output_index.places.tolist() == [18]
-    assert layout.with_outputs(~is_read).output_index.places.tolist() == [4, 11, 12]
-    nothing = layout.with_outputs(torch.zeros_like(is_read))
+    assert packed_row.with_outputs(~is_read).output_index.places.tolist() == [4, 11, 12]
+    nothing = packed_row.with_outputs(torch.zeros_like(is_read))
     assert nothing.output_index.places.tolist() == [4] and nothing.head_tokens.tolist() == [8]
-    source = build_layout(groups[1:], [0, 7, 14, 20], "phase_a")
+    source = pack_groups(groups[1:], [0, 7, 14, 20], "phase_a")
     (wave,) = make_waves(groups[1:], 99)
-    wave = build_layout(wave.groups, [0, 7, 14, 20], "phase_b", source).with_outputs(torch.zeros_like(is_read))
+    wave = pack_groups(wave.groups, [0, 7, 14, 20], "wave", source).with_outputs(torch.zeros_like(is_read))
     assert wave.output_index.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
 
 
@@ -291,19 +295,19 @@ def test_the_example_of_the_readme():
     offsets = [0, *accumulate(map(len, rows))]
     cuts = [8], [8, 13], [8, 13], [8, 12]
     (group,) = group_trees(torch.tensor([x for row in rows for x in row]), offsets, [9, 14, 14, 13], cuts)
-    layout = build_layout([group], offsets)
-    assert [one.length for one in layout.segments] == [8, 5, 4, 3, 3, 3, 3] and layout.num_strands == 3
+    packed_row = pack_groups([group], offsets)
+    assert [one.length for one in packed_row.segments] == [8, 5, 4, 3, 3, 3, 3] and packed_row.num_strands == 3
     prompt, to_a, to_b = ((0, 8),), ((0, 13),), ((0, 8), (13, 4))
-    assert [one.path for one in layout.segments] == [(), prompt, prompt, prompt, to_a, to_a, to_b]
-    causal, cross = layout.calls(AttentionParams(1.0), CPU)
+    assert [one.path for one in packed_row.segments] == [(), prompt, prompt, prompt, to_a, to_a, to_b]
+    causal, cross = packed_row.calls(AttentionParams(1.0), CPU)
     assert causal.spans.q == causal.spans.k == (0, 8, 13, 17, 20, 23, 26, 29)
     assert cross.queries == slice(8, 29) and cross.spans.q == (0, 12, 18, 21) and cross.spans.k == (0, 8, 21, 33)
 
 
 def test_siblings_tails_are_added_to_one_run_of_tokens():
     """A prompt's rows under a window: what they send back is summed, and no index repeats."""
-    layout = build_layout([Group.of_prompt((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])
-    (call,) = layout.calls(AttentionParams(1.0, window=6), CPU)
+    packed_row = pack_groups([Group.of_prompt((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])
+    (call,) = packed_row.calls(AttentionParams(1.0, window=6), CPU)
     (prefix,) = call.prefixes
     assert prefix.copies == ((3, 5),) and prefix.grad_tokens == slice(15, 20)
 
