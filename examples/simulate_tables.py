@@ -91,7 +91,7 @@ def paper() -> list[dict[str, Any]]:
                 ours = run(replace(job, budget=1 << 20, wave_tokens=suffix), arm, "h20")
                 found[arm.name] = {
                     "speedup": stock["update_seconds"] / ours["update_seconds"],
-                    "wave_gib": ours["phases"]["wave"]["peak_gib"],
+                    "phase_b_gib": ours["phases"]["wave"]["peak_gib"],
                     "peak_gib": ours["peak_gib"],
                     "seconds_by_phase": {name: phase["seconds"] for name, phase in ours["phases"].items()},
                 }
@@ -193,7 +193,7 @@ def markdown(report: dict[str, Any]) -> str:
     for one in report["paper"]:
         base = one["stock_peak_gib"]
         for arm in ("phased", "phased+offload"):
-            b = one[arm]["wave_gib"]
+            b = one[arm]["phase_b_gib"]
             rows.append((f"{one['P']}/{one['S']}/{one['G']}", arm, f"{one[arm]['speedup']:.2f}", f"{base:.1f}",
                          f"{b:.1f} ({100 * (b / base - 1):+.0f} %)", f"{one['paper_phase_b_percent']} %",
                          f"{one[arm]['peak_gib']:.1f}"))  # fmt: skip

@@ -39,9 +39,10 @@ _PEAK = "prefix/phase_b_peak_gib"
 # The maximum over ranks is reported: of seconds, since ranks wait for the slowest (as verl's own seconds do), of peaks,
 # and of what every rank knows of all.
 MOST = [
-    *(f"timing_s/prefix_{name}" for name in ("exchange", "packed", "phase_a", "wave", "phase_c", "verify")),
+    *(f"timing_s/prefix_{name}" for name in ("exchange", "packed", "phase_a", "phase_b", "phase_c", "verify")),
     *(f"prefix/{name}" for name in ("split_groups", "cost_split_groups")), _PEAK,
 ]  # fmt: skip
+_SECONDS = {"wave": "phase_b"}  # of core's phases those whose seconds have another name in metrics
 # Counted, but not reported: tokens that stock computes, and that ours would compute if every group were one pass.
 _TOKENS, GROUP_TOKENS = "tokens of rows", "tokens of groups"
 # And of the first batch what `grouping.tokens_by_trees` counts.
@@ -220,7 +221,7 @@ def plan_metrics(
         "prefix/packed_passes": plan.num_losses - len(plan.waves),
         "prefix/waves": len(plan.waves),
         "prefix/offloaded_gib": runner.meter.transfers["host_bytes"] / 2**30,
-        **{f"timing_s/prefix_{phase}": seconds for phase, seconds in runner.meter.seconds.items()},
+        **{f"timing_s/prefix_{_SECONDS.get(phase, phase)}": taken for phase, taken in runner.meter.seconds.items()},
     }
 
 
