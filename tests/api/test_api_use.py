@@ -38,7 +38,7 @@ def tracked(monkeypatch):
 
     def spy_add_grad(self, layer, *args):
         add_grad(self, layer, *args)
-        refs.extend(weakref.ref(x) for x in self._grad[layer])
+        refs.extend(weakref.ref(x) for x in self._grads[layer])
 
     def spy_prefixes(self, *args, **options):
         root = prefixes(self, *args, **options)

@@ -40,7 +40,7 @@ def tracked(monkeypatch):
 
     def spy_add_grad(self, layer, *args):
         add_grad(self, layer, *args)
-        refs.extend(weakref.ref(x) for x in self._grad[layer])
+        refs.extend(weakref.ref(x) for x in self._grads[layer])
 
     def spy_prefixes(self, *args, **options):
         root = prefixes(self, *args, **options)
@@ -99,7 +99,7 @@ def test_phase_c_forgets_each_layers_caches_as_it_comes_to_it(monkeypatch, check
 
     def spy(self, layer):
         grads = take(self, layer)
-        left.append((layer, len(self._grad), len(self._stored)))
+        left.append((layer, len(self._grads), len(self._stored)))
         return grads
 
     monkeypatch.setattr(prefix_cache.PrefixCache, "take", spy)
@@ -160,7 +160,7 @@ def test_a_cache_that_an_exceptions_frames_hold_frees_what_waves_sent_back(offlo
         cache.add_grad("layer", slice(0, 2), torch.ones(2, 1, 2))
         sent = weakref.ref(cache.take("layer")[0])
         cache.add_grad("layer", slice(0, 2), torch.ones(2, 1, 2))
-        kept = weakref.ref(cache._grad["layer"][0])
+        kept = weakref.ref(cache._grads["layer"][0])
         leaf = weakref.ref(cache.read("layer")[0])
         assert sent() is None and None not in (kept(), leaf())
         raise RuntimeError("a wave")

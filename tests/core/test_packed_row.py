@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from verl_prefix.core.bins import first_fit
-from verl_prefix.core.calls import AttentionParams, calls_of
+from verl_prefix.core.call_builder import calls_of
+from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.packed_row import pack_groups
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -258,7 +259,9 @@ def test_the_model_of_the_readme_equals_rows_alone(schedule):
     tokens, weights, made = flatten(rollouts, torch.device("cpu"))
     log_probs = torch.zeros(len(weights), dtype=torch.float64)
 
-    class Alone:
+    class Alone(NamedTuple):
+        head_tokens: torch.Tensor
+
         def attend(self, layer, q, k, v, sinks, params):
             heads_first = (x.transpose(0, 1) for x in (q, k, v))
             out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, scale=params.scale)
@@ -268,7 +271,7 @@ def test_the_model_of_the_readme_equals_rows_alone(schedule):
         found = []
         for prompt, response, weight in zip(rollouts.prompts, rollouts.responses, rollouts.weights, strict=True):
             ids, read = torch.cat([prompt, response]), torch.arange(len(response)) + len(prompt) - 1
-            logits = model.token_outputs(ids, None, read, Alone(), lambda which, logits: logits, 0, {})
+            logits = model.token_outputs(ids, None, Alone(read), lambda which, logits: logits, 0, {})
             row = logits.log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
             (row * weight).sum().backward()
             found.append(row.detach())

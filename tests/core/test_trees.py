@@ -19,7 +19,7 @@ from runners import run_shared, run_stock
 from short_chunks import short_chunks
 from tree_models import FAMILIES, TWINS, equal_hf, error, measure, small  # noqa: F401
 
-from verl_prefix.core import calls
+from verl_prefix.core import call_builder
 from verl_prefix.core import packed_row as packed_rows
 from verl_prefix.core.attention import AttentionSite, GroupedAttention
 from verl_prefix.core.calls import AttentionParams
@@ -290,7 +290,7 @@ def test_hashes_that_collide_are_noticed(monkeypatch):
 
 def test_gradients_of_a_strand_that_many_calls_read_add_up_in_fp32(monkeypatch):
     """Each of 300 calls sends 1 to the first token. In bf16 there is no 257."""
-    monkeypatch.setattr(calls, "_MAX_JOINED", 0)
+    monkeypatch.setattr(call_builder, "_MAX_JOINED", 0)
     number = 151
     strands = tuple(Strand(0, i, i + 1, i - 1) for i in range(number))
     forks = tuple(Fork(i, i + 1) for i in range(number))

@@ -127,7 +127,7 @@ def earlier_waves_dropped(patch):
     add = PrefixCache.add_grad
 
     def replaced(self, key, *args):
-        self._grad.pop(key, None)
+        self._grads.pop(key, None)
         add(self, key, *args)
 
     patch.setattr(PrefixCache, "add_grad", replaced)

@@ -36,7 +36,7 @@ def cache_freed_a_phase_early(patch):
 
     def early(self, *args):
         for cache in open_[: open_.index(self)]:
-            cache._grad.clear()
+            cache._grads.clear()
         open_.remove(self)
         backward(self, *args)
 
@@ -50,7 +50,7 @@ def gradients_of_siblings_counted_twice(patch):
 
     def twice(self, tokens, planned, last, outer=None, part=""):
         yield from packed(self, tokens, planned, last, outer, part)
-        for total in outer.caches[0]._grad.values() if outer else ():
+        for total in outer.caches[0]._grads.values() if outer else ():
             for one in total:
                 one.mul_(2)
 

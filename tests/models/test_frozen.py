@@ -184,7 +184,7 @@ def test_a_wave_that_needs_no_gradient_sends_back_those_of_its_prefix(anchored):
     (wave,) = make_waves([group], 99)
     wave = pack_groups(wave.groups, [0, 20], "wave", pack_groups([group], [0, 20], "phase_a"))
     q, k, v = (x[prefix_len:] for x in rows)
-    anchor = cache.anchors[0] if anchored else None
+    anchor = cache.anchor(0) if anchored else None
     out = GroupedAttention.apply(
         q, k, v, None, anchor, AttentionSite(wave, cpu, AttentionParams(0.3), (cache,), 0), None
     )

@@ -79,7 +79,7 @@ VERIFY = "tests/engine/test_verify.py"
 DUMMIES = f"{FAMILIES}dummies_of_a_rank_without_rows_give_every_parameter_a_gradient_of_zero"
 TESTS = {
     "auto/placement": "tests/auto/test_placement.py",
-    "core/calls": "tests/core/test_kernels.py tests/core/test_flash_attn_package.py tests/core/test_packed_row.py",
+    "core/call": "tests/core/test_kernels.py tests/core/test_flash_attn_package.py tests/core/test_packed_row.py",
     "core/kernels": "tests/core/test_kernels.py",
     "core/attention": "tests/core/test_kernels.py tests/core/test_runner.py tests/core/test_fused_merge.py "
     f"tests/models/test_frozen.py {FAMILIES}a_model_that_bypasses_the_attention_interface_is_noticed {VERIFY} "

@@ -247,8 +247,8 @@ def simulated(name: str, broken: str = "", log_probs: bool = True) -> dict:
     kept = []
 
     def take(cache: PrefixCache, layer: int) -> Any:
-        kept.append(cache._grad[layer])
-        return cache._grad.pop(layer)
+        kept.append(cache._grads[layer])
+        return cache._grads.pop(layer)
 
     forward = aten.forward
 

@@ -35,9 +35,9 @@ class AttentionSite(NamedTuple):
 class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
-    Gradients of keys from caches go to the grad caches instead of through autograd; `anchor` is `anchors[layer]` of the
-    innermost cache. A sink (gpt-oss) is one more score per head, without a value: it joins the log-sum-exp. `kept` has
-    the results of attention that gradient checkpointing runs again.
+    Gradients of keys from caches go to the grad caches, not through autograd; `anchor` is that of the innermost cache
+    (`PrefixCache.anchor`). A sink (gpt-oss) is one more score per head, without a value: it joins the log-sum-exp.
+    `kept` has the results of attention that gradient checkpointing runs again.
     """
 
     @staticmethod

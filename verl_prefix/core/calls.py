@@ -1,32 +1,15 @@
-"""Segments of a packed row -> kernel calls: which queries read which keys.
-
-In the causal call every segment reads itself. In cross calls segments read the prefix tokens before them, level by
-level: neighbours with the same path are one block. Keys of a cross call are copied unless they are one run of tokens.
-Where a path and its segment together are longer than a sliding window, the segment is in no cross call. Instead the
-last `window - 1` tokens of its path are copied before it in the causal call.
-"""
+"""What one kernel call is: which queries read which keys (`call_builder` makes them of segments)."""
 
 import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.runs import (
-    Path,
-    Run,
-    Segment,
-    is_one_run,
-    last_of,
-    len_of,
-    on_device,
-    part_of,
-    ranges,
-    token_index,
-)
+from verl_prefix.core.runs import on_device
 
 
 def built_once() -> Any:
@@ -192,107 +175,3 @@ class Call(NamedTuple):
         for prefix in self.prefixes:
             keys[prefix.at] = levels[prefix.level][prefix.strand_tokens]
         return keys
-
-
-# A path, and (first token in the packed row, number of tokens) of each of the neighbours with that path.
-Block = tuple[Path, list[Run]]
-# Limits of a call of several blocks: its keys, which are copied (16 MiB of keys and values at 8 heads of 128 in bf16,
-# and in backward four times as much, where flash-attn repeats them per query head); and its queries. A block with more
-# keeps a GPU busy by itself, and may need no copy.
-_MAX_COPIED, _MAX_JOINED = 2**12, 2**9
-
-
-def calls_of(
-    segments: Sequence[Segment], params: AttentionParams, device: torch.device, level_starts: Sequence[int]
-) -> Iterator[Call]:
-    """Yields a layer's kernel calls on a packed row, the causal call over all queries first.
-
-    A segment that fits the window together with its path is near: it is read as if there were no window. Any other
-    segment is far. No kernel takes a window per segment. So the last `window - 1` keys of a far segment's path are
-    copied to stand before its own keys, and the causal call reads both.
-
-    Args:
-        level_starts: the first token of each level of the prefix source, the packed row itself last.
-    """
-    is_far = [len_of(s.path) + s.length > params.seen for s in segments]
-    yield _causal_call(segments, is_far, params, device, level_starts)
-    starts = accumulate((s.length for s in segments), initial=0)
-    near = [(start, s) for start, s, far in zip(starts, segments, is_far, strict=False) if s.path and not far]
-    yield from _cross_calls(near, params, device, level_starts)
-
-
-def _causal_call(
-    segments: Sequence[Segment], is_far: Sequence[bool], params: AttentionParams, device: torch.device,
-    level_starts: Sequence[int],
-) -> Call:  # fmt: skip
-    """The call in which every segment reads itself, and a far segment the tail of its path."""
-    tails = [last_of(s.path, params.seen - 1) if far else () for s, far in zip(segments, is_far, strict=True)]
-    key_ends = tuple(accumulate(len_of(tail) + s.length for tail, s in zip(tails, segments, strict=True)))
-    spans = Spans((0, *accumulate(s.length for s in segments)), (0, *key_ends))
-    own_at: slice | torch.Tensor = ALL
-    if any(tails):
-        own_at = token_index([(end - s.length, s.length) for end, s in zip(key_ends, segments, strict=True)], device)
-    window = params.window if any(is_far) else None
-    prefixes = _keys_of_tails(tails, spans.k, device, level_starts)
-    return Call(spans, True, params.scale, window, params.softcap, own_at=own_at, prefixes=prefixes)
-
-
-def _keys_of_tails(
-    tails: Sequence[Path], starts: Sequence[int], device: torch.device, level_starts: Sequence[int]
-) -> tuple[PrefixKeys, ...]:
-    """The keys of a call whose keys are [tail | own] of each segment, where a window sees only the tail of its path.
-
-    Args:
-        tails: of each segment, the end of its path; empty where the call reads no more than the segment itself.
-        starts: where the keys of each segment begin among the call's keys.
-        level_starts: the first token of each level of the prefix source, the packed row itself last.
-    """
-    placed = [(tail, start) for tail, start in zip(tails, starts, strict=False) if tail]
-    prefixes = []
-    for level, (first, end) in enumerate(pairwise((*level_starts, sys.maxsize))):
-        at, tokens, grad_tokens, copies = list[Run](), list[Run](), list[Run](), list[tuple[int, int]]()
-        for tail, siblings in groupby(placed, key=lambda each: each[0]):
-            if part := part_of(tail, first, end):
-                before, length = len_of(part_of(tail, 0, first)), len_of(part)
-                sibling_runs = [(start + before, length) for _, start in siblings]
-                at += sibling_runs
-                tokens += part * len(sibling_runs)
-                grad_tokens += part
-                copies.append((len(sibling_runs), length))
-        if at:
-            index, chosen = (on_device(ranges(runs), device) for runs in (at, tokens))
-            prefixes.append(PrefixKeys(index, chosen, token_index(grad_tokens, device), tuple(copies), level))
-    return tuple(prefixes)
-
-
-def _cross_calls(
-    near: Sequence[tuple[int, Segment]], params: AttentionParams, device: torch.device, level_starts: Sequence[int]
-) -> Iterator[Call]:
-    """Yields the calls in which near segments, each after its first token's number, read their paths; one level after
-    the other, since keys of two levels would have to be copied to stand beside each other."""
-    for level, (first, end) in enumerate(pairwise((*level_starts, sys.maxsize))):
-        parts = [(part_of(segment.path, first, end), (start, segment.length)) for start, segment in near]
-        by_path = groupby((part for part in parts if part[0]), key=lambda part: part[0])
-        all_blocks = [(path, [member for _, member in same]) for path, same in by_path]
-        for blocks in _blocks_of_calls(all_blocks):
-            paths, members = zip(*blocks, strict=True)
-            segments_read = list(chain(*members))
-            q, k = ((0, *accumulate(map(len_of, runs))) for runs in (members, paths))
-            spans = Spans(q, k, q_segments=(0, *accumulate(n for _, n in segments_read)))
-            queries, keys = token_index(segments_read, device), token_index(list(chain(*paths)), device)
-            prefixes = (PrefixKeys(ALL, keys, grad_tokens=keys, level=level),)
-            yield Call(spans, False, params.scale, None, params.softcap, queries, own_at=None, prefixes=prefixes)
-
-
-def _blocks_of_calls(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-    """Yields the blocks of each cross call: of all blocks if their keys are one run, since a slice needs no copy. Else
-    neighbours share a call, up to `_MAX_COPIED` keys and `_MAX_JOINED` queries; a longer block has one of its own."""
-    first = num_keys = num_queries = 0
-    if not is_one_run([run for path, _ in blocks for run in path]):
-        for i, (path, members) in enumerate(blocks):
-            num_keys, num_queries = num_keys + len_of(path), num_queries + len_of(members)
-            if i > first and (num_keys > _MAX_COPIED or num_queries > _MAX_JOINED):
-                yield blocks[first:i]
-                first, num_keys, num_queries = i, len_of(path), len_of(members)
-    if blocks:
-        yield blocks[first:]

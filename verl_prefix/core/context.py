@@ -27,7 +27,7 @@ class ForwardContext:
         keep_attention: under gradient checkpointing, keeps attention outputs until backward. Layers that run again
             then run no attention kernel.
         shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
-        head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
+        head_tokens: [n] int64, which of this rank's tokens go through lm_head; None: all.
         routes: [n, layers, k] int16: the experts that each of this rank's tokens goes to in each of the model's layers.
             An entry that names k different experts is used. Any other is filled in: the router chooses, and writes its
             choice there. (On Megatron any entry with a negative number is filled in.) None: routers choose, and
@@ -84,9 +84,7 @@ class ForwardContext:
             sinks = None if sinks is None else self.shards.heads(sinks)
         if self.own_cache is not None:
             k, v = self.own_cache.capture(layer, k, v)
-        for cache in self.outer_caches:
-            cache.read(layer)  # raises where phase A left nothing
-        anchor = self.outer_caches[-1].anchors[layer] if self.outer_caches else None
+        anchor = self.outer_caches[-1].anchor(layer) if self.outer_caches else None
         out: torch.Tensor = GroupedAttention.apply(  # type: ignore[no-untyped-call]
             q, k, v, sinks, anchor, AttentionSite(self.packed_row, kernel, params, self.outer_caches, layer), self.kept
         )

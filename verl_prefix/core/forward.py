@@ -56,11 +56,10 @@ class Model(Protocol):
         """While open, attention layers call `ForwardContext.attend` of the forward's pass."""
 
     def token_outputs(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, head_tokens: torch.Tensor,
-        forward_context: ForwardContext, of_head: HeadFn | None, logits_chunk: int,
-        pixels: Mapping[str, torch.Tensor],
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_context: ForwardContext,
+        of_head: HeadFn | None, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Runs a packed row [T] forward; returns the outputs [n, k] of `head_tokens` [n].
+        """Runs a packed row [T] forward; returns the outputs [n, k] of `forward_context.head_tokens` [n].
 
         With `of_head` None nobody reads the result. It is [n, 1], without lm_head; a backward can start from it."""
 
@@ -180,28 +179,58 @@ class PackedForward:
         Args:
             keeps: attention outputs are kept where a backward follows.
         """
-        device, places, shards, tokens = batch.input_ids.device, packed_row.places, None, None
-        local_head_tokens = head_tokens
-        if self.sequence_group is not None:
-            shards = Shards(self.sequence_group, packed_row, device)
-            tokens, places = shards.local_tokens, packed_row.places[shards.local_tokens]
-            local_head_tokens, gathered_at = shards.spread_head(head_tokens)
-        routes = None if batch.routes is None else on_device(batch.routes[places], device)
-        places, local_head_tokens = on_device(places, device), on_device(local_head_tokens, device)
+        device = batch.input_ids.device
+        share = _Share.of(packed_row, head_tokens, self.sequence_group, device)
+        routes = None if batch.routes is None else on_device(batch.routes[share.places], device)
+        places, local_head_tokens = on_device(share.places, device), on_device(share.head_tokens, device)
         forward_context = self.context_type(
             packed_row, self.kernel, own_cache, outer_caches, keeps and torch.is_grad_enabled(),
-            shards=shards, head_tokens=local_head_tokens, routes=routes,
+            shards=share.shards, head_tokens=local_head_tokens, routes=routes,
         )  # fmt: skip
         head_places = places[local_head_tokens]
         of_head: HeadFn | None = of_logits and (lambda which, logits: of_logits(head_places[which], logits))
         result = self.model.token_outputs(
-            batch.input_ids[places], batch.position_ids[..., places], head_tokens=local_head_tokens,
-            forward_context=forward_context, of_head=of_head, logits_chunk=self.logits_chunk,
-            pixels=batch.pixels.of(packed_row.groups, device, tokens) if batch.pixels else {},
+            batch.input_ids[places], batch.position_ids[..., places], forward_context, of_head, self.logits_chunk,
+            pixels=batch.pixels.of(packed_row.groups, device, share.tokens) if batch.pixels else {},
         )  # fmt: skip
         if batch.records and not packed_row.is_dummy:
             _record(batch, forward_context)
-        return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered_at)
+        return result if self.model.is_early_stage else share.gather(result)
+
+
+class _Share(NamedTuple):
+    """The tokens of a packed row that this rank computes: all of them, or one of several `shards`.
+
+    Attributes:
+        places: [t] int64, of these tokens in the batch.
+        head_tokens: [m] int64, which of these tokens go through lm_head.
+        tokens: [t] int64, which of the packed row's tokens these are; None: all.
+        gathered_at: of `Shards.gather`; None without shards.
+    """
+
+    places: torch.Tensor
+    head_tokens: torch.Tensor
+    shards: Shards | None = None
+    tokens: torch.Tensor | None = None
+    gathered_at: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, packed_row: PackedRow, head_tokens: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device
+    ) -> "_Share":
+        """This rank's share among the ranks of `group`, whose lm_head together runs on `head_tokens`."""
+        if group is None:
+            return cls(packed_row.places, head_tokens)
+        shards = Shards(group, packed_row, device)
+        local_head_tokens, gathered_at = shards.spread_head(head_tokens)
+        tokens = shards.local_tokens
+        return cls(packed_row.places[tokens], local_head_tokens, shards, tokens, gathered_at)
+
+    def gather(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs [m, k] of this rank's `head_tokens` -> [n, k] of those of all ranks."""
+        if self.shards is None or self.gathered_at is None:
+            return outputs
+        return self.shards.gather(outputs, self.gathered_at)
 
 
 def _record(batch: TokenBatch, forward_context: ForwardContext) -> None:

@@ -213,11 +213,10 @@ class OffloadedPrefixCache(PrefixCache):
     keeps_attention = False
 
     def __init__(self, device: torch.device, counts: Counter[str]) -> None:
-        super().__init__()
         self.device = device
         self.counts = counts
         self._copies = HostCopies(device)
-        self._stored, self._grad = Shelf(self._copies, written=False), Shelf(self._copies, written=True)
+        super().__init__(Shelf(self._copies, written=False), Shelf(self._copies, written=True))
         self._dormant: dict[tuple[int, int], Dormant] = {}  # in the order of the last save
         self._returning: list[Dormant] = []  # not back yet, the next one last
         self._num_bytes = 0  # of dormant storages

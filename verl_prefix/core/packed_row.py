@@ -19,7 +19,8 @@ from typing import Literal
 
 import torch
 
-from verl_prefix.core.calls import AttentionParams, Call, built_once, calls_of
+from verl_prefix.core.call_builder import calls_of
+from verl_prefix.core.calls import AttentionParams, Call, built_once
 from verl_prefix.core.groups import Group
 from verl_prefix.core.output_index import OutputIndex, RowReads, index_outputs
 from verl_prefix.core.prefix_source import PrefixSource, first_place

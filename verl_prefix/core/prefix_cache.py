@@ -23,19 +23,19 @@ class PrefixCache:
 
     The grad cache is fp32 whatever the model's dtype is (fp64 for fp64), since every wave adds to it.
 
-    Attributes:
-        anchors: by key, an empty tensor that requires a gradient if the layer's tensors here do. `GroupedAttention`
-            takes it as an input, so that autograd visits that function in backward even where its other inputs are
-            frozen. The tensors themselves would do so too, but then a wave's graph would hold them on the device
-            (`core.offload`).
+    Args:
+        stored, grads: empty mappings that hold the tensors of both caches; None: dicts.
     """
 
     keeps_attention = True  # until phase C, for gradient checkpointing
 
-    def __init__(self) -> None:
-        self._stored: MutableMapping[LayerKey, Tensors] = {}  # of `core.offload`: shelves
-        self._grad: MutableMapping[LayerKey, Tensors] = {}
-        self.anchors: dict[LayerKey, torch.Tensor] = {}
+    def __init__(
+        self, stored: MutableMapping[LayerKey, Tensors] | None = None,
+        grads: MutableMapping[LayerKey, Tensors] | None = None,
+    ) -> None:  # fmt: skip
+        self._stored: MutableMapping[LayerKey, Tensors] = {} if stored is None else stored
+        self._grads: MutableMapping[LayerKey, Tensors] = {} if grads is None else grads
+        self._anchors: dict[LayerKey, torch.Tensor] = {}
         self._is_open = True  # `capture` stores what layers leave, until phase C
         self._made_with_grad = torch.is_grad_enabled()  # False in `capture` then means reentrant checkpointing
 
@@ -45,7 +45,7 @@ class PrefixCache:
     def __exit__(self, *exc_info: object) -> None:
         self._is_open = False
         self._stored.clear()
-        self._grad.clear()
+        self._grads.clear()
 
     def saving(self) -> AbstractContextManager[Any]:
         """Context of phase A's forward."""
@@ -76,7 +76,7 @@ class PrefixCache:
             unknown = self._made_with_grad and not torch.is_grad_enabled()
             leaves = tuple(x.detach().requires_grad_(unknown or x.requires_grad) for x in tensors)
             self._stored[key] = leaves
-            self.anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in leaves))
+            self._anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in leaves))
         joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *beside)  # type: ignore[no-untyped-call]
         return joined
 
@@ -87,6 +87,20 @@ class PrefixCache:
             CannotShare: it left nothing.
             RuntimeError: phase C has begun, or the cache's context was left.
         """
+        self._check(key)
+        return self._stored[key]
+
+    def anchor(self, key: LayerKey) -> torch.Tensor:
+        """An empty tensor that requires a gradient if the layer's tensors here do; raises as `read` does.
+
+        `GroupedAttention` takes it as an input, so that autograd visits that function in backward even where its other
+        inputs are frozen. The tensors themselves would do so too, but then a wave's graph would hold them on the device
+        (`core.offload`)."""
+        self._check(key)
+        return self._anchors[key]
+
+    def _check(self, key: LayerKey) -> None:
+        """Raises as `read` says."""
         if key not in self._stored:
             if self._is_open:
                 raise CannotShare(
@@ -97,7 +111,6 @@ class PrefixCache:
                 f"the prefix cache has no layer {key}: backward of a wave came after phase C, or after its pass was "
                 "left, each of which frees the cache; call backward on each wave's loss before the next wave"
             )
-        return self._stored[key]
 
     def add_grad(self, key: LayerKey, at: slice | torch.Tensor, *grads: torch.Tensor) -> None:
         """Before phase C: adds gradients of a nested pass to the grad cache.
@@ -107,11 +120,11 @@ class PrefixCache:
             at: which tokens or states it has read.
             grads: their gradients, for each tensor of `key`.
         """
-        if key not in self._grad:
-            self._grad[key] = tuple(
+        if key not in self._grads:
+            self._grads[key] = tuple(
                 torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self.read(key)
             )
-        for total, part in zip(self._grad[key], grads, strict=True):
+        for total, part in zip(self._grads[key], grads, strict=True):
             add_at(total, at, part)
 
     def backward(self, output: torch.Tensor, grad: torch.Tensor | None = None) -> None:
@@ -135,7 +148,7 @@ class PrefixCache:
 
     def take(self, key: LayerKey) -> Tensors | None:
         """Phase C: removes and returns what the waves sent back to a layer; None where no wave read it."""
-        return self._grad.pop(key, None)
+        return self._grads.pop(key, None)
 
 
 def ran_twice(key: LayerKey) -> CannotShare:

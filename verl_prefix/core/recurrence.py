@@ -86,8 +86,8 @@ def _scan_strands(
     for runs, spans in packed_row.states.rounds:
         # Without passes around, all runs of the first round start from zeros, all others from states.
         initial = torch.stack([states[run.after] for run in runs]) if states else None
-        of_runs = [torch.cat([x[run.start - first : run.end - first] for run in runs]) for x in inputs]
-        scanned = scan(of_runs, spans, initial)
+        run_inputs = [torch.cat([x[run.start - first : run.end - first] for run in runs]) for x in inputs]
+        scanned = scan(run_inputs, spans, initial)
         for run, out, state in zip(runs, scanned.outputs.split(spans.lens), scanned.states, strict=True):
             outputs[run.start], states[run.end] = out, state
     return Scanned(
@@ -107,15 +107,15 @@ def shared_conv(
         conv: the convolution of t tokens, with zeros in front of them: [t, D] -> [t, D].
     """
     packed_row, tail_len = forward_context.packed_row, width - 1
-    num_strands, lens = packed_row.num_strands, [segment.length for segment in packed_row.segments]
+    num_strands = packed_row.num_strands
     tails = inherited = None
     if num_strands:
         inherited = _initial_states(forward_context, key, None, "strands", x.device)
         tails = _last_inputs(packed_row, x, tail_len, inherited)
         if forward_context.own_cache is not None:
             x = forward_context.own_cache.capture(key, tails, beside=(x,))[-1]
-    of_segments = x.split(lens)
-    before = [x.new_zeros(tail_len, x.shape[-1])] * len(of_segments)
+    segments = x.split([segment.length for segment in packed_row.segments])
+    before = [x.new_zeros(tail_len, x.shape[-1])] * len(segments)
     for i, strand in enumerate(packed_row.segments[:num_strands]):
         if end_of(strand.path) > packed_row.source.own_start:
             assert tails is not None
@@ -123,11 +123,11 @@ def shared_conv(
         elif strand.path:
             assert inherited is not None
             before[i] = inherited[i]
-    if (of_suffixes := _initial_states(forward_context, key, tails, "suffixes", x.device)) is not None:
-        before[num_strands:] = of_suffixes.unbind()
-    after_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
-    lens = [n for segment in of_segments for n in (tail_len, len(segment))]
-    out = torch.cat(after_tails.split(lens)[1::2])
+    if (before_suffixes := _initial_states(forward_context, key, tails, "suffixes", x.device)) is not None:
+        before[num_strands:] = before_suffixes.unbind()
+    with_tails = conv(torch.cat([part for pair in zip(before, segments, strict=True) for part in pair]))
+    lens = [n for segment in segments for n in (tail_len, len(segment))]
+    out = torch.cat(with_tails.split(lens)[1::2])  # without what stands in place of the tails
     forward_context.on_recurrence(key, [x], lambda row, shift: conv(row[0]), out)
     return out
 

@@ -123,7 +123,6 @@ class HookedModel:
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        head_tokens: torch.Tensor,
         forward_context: ForwardContext,
         of_head: HeadFn | None,
         logits_chunk: int,
@@ -137,7 +136,7 @@ class HookedModel:
 
         Args:
             input_ids: [T] int64. position_ids: [T] or [4, T] int64.
-            head_tokens: [n] int64, those that go through lm_head.
+            forward_context: with `head_tokens` [n].
             of_head: (which of `head_tokens`, [m] int64; their logits [m, vocabulary]) -> [m, k]; None: sums of hidden
                 states come back, [n, 1], and lm_head's weight gets no gradient.
             pixels: of a vision model, `PixelBatch.of` this row.
@@ -146,7 +145,8 @@ class HookedModel:
             RuntimeError: a layer did not go through our attention, or the model returned other logits than those
                 that it was asked for.
         """
-        calls = forward_context.num_calls
+        calls, head_tokens = forward_context.num_calls, forward_context.head_tokens
+        assert head_tokens is not None
         lm_head = self.model.get_output_embeddings()
         whole = lm_head is None or self._needs_all_logits(lm_head, of_head)
         inputs = self.inputs(input_ids, position_ids, forward_context)

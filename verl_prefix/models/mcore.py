@@ -114,7 +114,6 @@ class MegatronModel:
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        head_tokens: torch.Tensor,
         forward_context: ForwardContext,
         of_head: HeadFn | None,
         logits_chunk: int,
@@ -132,7 +131,8 @@ class MegatronModel:
         with ExitStack() as stack:
             if not self.is_early_stage:
                 layer = self._model.output_layer
-                head = functools.partial(self._head, layer.forward, head_tokens, of_head, logits_chunk)
+                assert forward_context.head_tokens is not None
+                head = functools.partial(self._head, layer.forward, forward_context.head_tokens, of_head, logits_chunk)
                 stack.enter_context(replaced(layer, "forward", head))
             result: torch.Tensor = self._module(ids[None], running.positions[None], None)
         if running.routes is not None and self._config.sequence_parallel and not torch.is_grad_enabled():

@@ -174,12 +174,14 @@ class Simulation:
         """The mini-batch forward and backward, or its log-probs with their entropy."""
         budget = self.job.budget if update else self.job.log_prob_budget or self.job.budget
         with torch.set_grad_enabled(update), contextlib.ExitStack() as stack:
-            if self.megatron:  # only Hugging Face's last layer is shortened; its routers see all tokens
+            is_stock = arm.path.startswith("stock")
+            if self.megatron or is_stock:  # ours alone shortens the last layer, and only that of Hugging Face
                 stack.enter_context(mock.patch.object(hookup, "on_head_tokens", contextlib.nullcontext))
+            if self.megatron:  # its routers see all tokens
                 stack.enter_context(
                     mock.patch.object(self.hooked.expert_loads, "counting", lambda *_: contextlib.nullcontext())
                 )
-            (self._stock if arm.path.startswith("stock") else self._shared)(arm, budget, update)
+            (self._stock if is_stock else self._shared)(arm, budget, update)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device, dtype=self.job.dtype, enabled=self.job.dtype != torch.float32)
@@ -295,9 +297,9 @@ class Simulation:
                 head_tokens = torch.cat(kept)
                 if attention.shards is not None:
                     head_tokens, _ = attention.shards.spread_head(head_tokens)
-                head_tokens = head_tokens.to(self.device)
+                attention.head_tokens = head_tokens = head_tokens.to(self.device)
                 outputs = self.hooked.token_outputs(
-                    ids, positions, head_tokens=head_tokens, forward_context=attention,
+                    ids, positions, attention,
                     of_head=lambda which, logits: self._log_probs(index[head_tokens[which]], logits, update),
                     logits_chunk=job.memory.logits_chunk or LOGITS_CHUNK, pixels=pixels,
                 )  # fmt: skip
