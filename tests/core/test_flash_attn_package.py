@@ -15,11 +15,12 @@ import torch
 from verl_prefix.core import kernels
 from verl_prefix.core.calls import Call, Spans
 from verl_prefix.core.kernels import aten, choose_kernel, flash_attn, reference
+from verl_prefix.core.kernels.package_advice import missing_package
 from verl_prefix.models.advice import advising
 from verl_prefix.tools import doctor
 
 RECORDED = json.loads(Path(__file__).with_name("flash_attn_signatures.json").read_text())["interfaces"]
-CAPABILITY = {"_FA2": (8, 0), "_FA3": (9, 0), "_FA4": (10, 0)}
+CAPABILITY = {"FA2": (8, 0), "FA3": (9, 0), "FA4": (10, 0)}
 CALLED = [
     "FA2 v2.7.4",
     "FA2 v2.8.3",
@@ -84,7 +85,7 @@ def install(monkeypatch):
     def installed(capability, **modules):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
-        for name in (flash_attn._FA2, flash_attn._FA3, flash_attn._FA4, "flash_attn", "flash_attn.cute"):
+        for name in (flash_attn.FA2, flash_attn.FA3, flash_attn.FA4, "flash_attn", "flash_attn.cute"):
             monkeypatch.setitem(sys.modules, name, None)  # None: importing it fails
         for name, fill in modules.items():
             module = types.ModuleType(name)
@@ -105,7 +106,7 @@ def install(monkeypatch):
 )
 @pytest.mark.parametrize("recorded", CALLED)
 def test_each_interface_is_called_with_its_own_arguments(install, recorded, causal, options):
-    module = f"_{recorded[:3]}"
+    module = f"{recorded[:3]}"
     install(CAPABILITY[module], **{module: package(recorded)})
     torch.manual_seed(0)
     call = Call(Spans((0, 5, 6, 23), (0, 9, 12, 30)), causal, 0.3, **options)
@@ -119,7 +120,7 @@ def test_each_interface_is_called_with_its_own_arguments(install, recorded, caus
 
 @pytest.mark.parametrize("recorded", CALLED)
 def test_tensors_in_another_order_are_seen(install, recorded, monkeypatch):
-    module = f"_{recorded[:3]}"
+    module = f"{recorded[:3]}"
     install(CAPABILITY[module], **{module: package(recorded)})
     right = flash_attn._call
     monkeypatch.setattr(flash_attn, "_call", lambda run, a, b, *more, **options: right(run, b, a, *more, **options))
@@ -136,16 +137,16 @@ def test_tensors_in_another_order_are_seen(install, recorded, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "modules", "chosen"),
     [
-        ((9, 0), {"_FA2": fa2, "_FA3": fa3, "_FA4": fa4}, "_FA3"),
-        ((9, 0), {"_FA2": fa2}, "_FA2"),
-        ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 v2.8.3.post1")}, "_FA3"),
-        ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 main", _flash_attn_forward=["q", "k", "v", "cache"])}, "_FA2"),
-        ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 v2.8.0", _flash_attn_backward=["dout", "block_mask"])}, "_FA2"),
-        ((10, 0), {"_FA2": fa2, "_FA4": fa4}, "_FA4"),
-        ((10, 3), {"_FA2": fa2, "_FA4": fa4}, "_FA4"),
-        ((10, 0), {"_FA2": fa2, "_FA4": package("FA4 v2.8.3")}, "_FA2"),
-        ((8, 6), {"_FA2": fa2, "_FA3": fa3}, "_FA2"),
-        ((12, 0), {"_FA2": fa2, "_FA3": fa3, "_FA4": fa4}, "_FA2"),
+        ((9, 0), {"FA2": fa2, "FA3": fa3, "FA4": fa4}, "FA3"),
+        ((9, 0), {"FA2": fa2}, "FA2"),
+        ((9, 0), {"FA2": fa2, "FA3": package("FA3 v2.8.3.post1")}, "FA3"),
+        ((9, 0), {"FA2": fa2, "FA3": package("FA3 main", _flash_attn_forward=["q", "k", "v", "cache"])}, "FA2"),
+        ((9, 0), {"FA2": fa2, "FA3": package("FA3 v2.8.0", _flash_attn_backward=["dout", "block_mask"])}, "FA2"),
+        ((10, 0), {"FA2": fa2, "FA4": fa4}, "FA4"),
+        ((10, 3), {"FA2": fa2, "FA4": fa4}, "FA4"),
+        ((10, 0), {"FA2": fa2, "FA4": package("FA4 v2.8.3")}, "FA2"),
+        ((8, 6), {"FA2": fa2, "FA3": fa3}, "FA2"),
+        ((12, 0), {"FA2": fa2, "FA3": fa3, "FA4": fa4}, "FA2"),
         ((9, 0), {}, None),
     ],
 )
@@ -154,12 +155,15 @@ def test_the_newest_interface_that_the_gpu_runs_is_chosen(install, capability, m
     found = flash_attn._choose(64, softcap=False)
     assert (found and found.module) == (chosen and getattr(flash_attn, chosen))
     assert (flash_attn.unavailable() is None) == (chosen is not None)
-    best = {8: "_FA2", 9: "_FA3", 10: "_FA4", 12: "_FA2"}[capability[0]]
-    missed = flash_attn.missed()
-    assert missed is None if chosen == best else missed[0].startswith(f"{getattr(flash_attn, best)}, the fastest")
+    best = {8: "FA2", 9: "FA3", 10: "FA4", 12: "FA2"}[capability[0]]
+    missing = missing_package()
+    if best in (chosen, "FA2"):  # aten's kernel is FA2 as well
+        assert missing is None
+    else:
+        assert missing[0].startswith(f"{getattr(flash_attn, best)}, the fastest")
 
 
-@pytest.mark.parametrize("modules", [{"_FA2": fa2}, {}, {"_FA2": fa2, "_FA3": fa3}], ids=["FA2", "none", "FA3"])
+@pytest.mark.parametrize("modules", [{"FA2": fa2}, {}, {"FA2": fa2, "FA3": fa3}], ids=["FA2", "none", "FA3"])
 def test_the_first_log_line_says_what_a_missing_fa3_costs_and_how_to_install_it(install, modules, caplog, monkeypatch):
     """By `auto` or flash_attn, on a GPU that could run it; without any package `auto` chooses aten's kernel."""
     install((9, 0), **modules)
@@ -177,26 +181,26 @@ def test_the_first_log_line_says_what_a_missing_fa3_costs_and_how_to_install_it(
         "take longer (about 13 % of an update of an 8B model, estimated for prompts of 8k tokens, 8 responses of 1k "
         "each): pip install --no-deps flash-attn-3 --index-url https://download.pytorch.org/whl/cu128"
     )
-    end = "" if "_FA3" in modules else f"; {told}"
+    end = "" if "FA3" in modules else f"; {told}"
     assert line == f"prefix: attention kernel auto: verl_prefix.core.kernels.{chosen}{end}"
     monkeypatch.setattr(
         doctor, "_platform", lambda: types.SimpleNamespace(device_name="cuda", is_available=lambda: True)
     )
     advised = [f"{found.line}: {found.advice}" for found in doctor._check_kernels() if found.advice]
-    assert advised == ([] if "_FA3" in modules else [told])
+    assert advised == ([] if "FA3" in modules else [told])
 
 
 @pytest.mark.parametrize(
     ("capability", "newest", "head_dim", "softcap", "deterministic", "runs"),
     [
-        ((10, 0), "_FA4", 128, True, True, True),
-        ((10, 0), "_FA4", 192, False, False, False),
-        ((10, 0), "_FA4", 160, False, False, False),
-        ((10, 0), "_FA4", 256, False, False, True),
-        ((10, 0), "_FA4", 256, True, False, False),
-        ((9, 0), "_FA3", 256, True, False, True),
-        ((9, 0), "_FA3", 192, False, True, True),
-        ((9, 0), "_FA3", 256, False, True, False),
+        ((10, 0), "FA4", 128, True, True, True),
+        ((10, 0), "FA4", 192, False, False, False),
+        ((10, 0), "FA4", 160, False, False, False),
+        ((10, 0), "FA4", 256, False, False, True),
+        ((10, 0), "FA4", 256, True, False, False),
+        ((9, 0), "FA3", 256, True, False, True),
+        ((9, 0), "FA3", 192, False, True, True),
+        ((9, 0), "FA3", 256, False, True, False),
     ],
 )
 def test_inputs_that_the_newest_interface_refuses_take_the_next_one(
@@ -204,9 +208,9 @@ def test_inputs_that_the_newest_interface_refuses_take_the_next_one(
 ):
     """By the checks of their own code (`flash_attn._refusal`)."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    newer = {newest: fa4 if newest == "_FA4" else fa3}
-    install(capability, _FA2=fa2, **newer)
-    assert flash_attn._choose(head_dim, softcap).module == getattr(flash_attn, newest if runs else "_FA2")
+    newer = {newest: fa4 if newest == "FA4" else fa3}
+    install(capability, FA2=fa2, **newer)
+    assert flash_attn._choose(head_dim, softcap).module == getattr(flash_attn, newest if runs else "FA2")
     flash_attn._installed.cache_clear()
     install(capability, **newer)
     reason = flash_attn.unsupported("cuda", torch.bfloat16, head_dim, softcap)
@@ -215,7 +219,7 @@ def test_inputs_that_the_newest_interface_refuses_take_the_next_one(
 
 @pytest.mark.parametrize("by", ["torch's mode", "the variable"])
 def test_a_kernel_is_chosen_anew_once_algorithms_must_be_deterministic(install, monkeypatch, by):
-    install((9, 0), _FA3=fa3)
+    install((9, 0), FA3=fa3)
     monkeypatch.setattr(aten, "unavailable", lambda: None)
     chosen = []
     for deterministic in (False, True, False):
@@ -230,7 +234,7 @@ def test_a_kernel_is_chosen_anew_once_algorithms_must_be_deterministic(install, 
 
 
 def test_on_a_gpu_nothing_falls_back_to_the_dense_reference_unasked(install):
-    install((9, 0), _FA2=fa2)
+    install((9, 0), FA2=fa2)
     told = "no fast attention kernel for cuda, torch.float32.*bf16 .*autocast.*attention='reference'"
     with pytest.raises(ValueError, match=told), advising():
         choose_kernel("auto", "cuda", torch.float32, 64)

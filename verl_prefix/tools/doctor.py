@@ -199,7 +199,8 @@ def _optional(engine: Engine) -> Finding:
 def _check_kernels() -> Iterator[Finding]:
     import torch
 
-    from verl_prefix.core.kernels import available_kernels, choose_kernel, flash_attn
+    from verl_prefix.core.kernels import available_kernels, choose_kernel
+    from verl_prefix.core.kernels.package_advice import missing_package
     from verl_prefix.models.advice import advising
 
     for name, state in available_kernels().items():
@@ -216,8 +217,8 @@ def _check_kernels() -> Iterator[Finding]:
         yield Finding("FAIL", line, str(error))
     else:
         yield Finding("ok", f"{line}: {chosen.rpartition('.')[2]}")
-    if device == "cuda" and (missed := flash_attn.missed()):
-        yield Finding("info", *missed)
+    if device == "cuda" and (missing := missing_package()):
+        yield Finding("info", *missing)
 
 
 def _check_recurrent() -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from verl_prefix.core.calls import Call
 from verl_prefix.core.errors import NoFastKernel, NoKernel
 from verl_prefix.core.kernels import aten, cpu, flash_attn, reference
 from verl_prefix.core.kernels.cuda_rules import is_deterministic
+from verl_prefix.core.kernels.package_advice import missing_package
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,8 @@ def _chosen(
         return kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)
 
     def log(chosen: Kernel) -> Kernel:
-        missed = flash_attn.missed() if device_type == "cuda" else None
-        more = "; {}: {}".format(*missed) if missed else ""
+        missing = missing_package() if device_type == "cuda" else None
+        more = "; {}: {}".format(*missing) if missing else ""
         logger.warning("prefix: attention kernel %s: %s%s", name, chosen.__name__, more)  # workers print this level
         return chosen
 

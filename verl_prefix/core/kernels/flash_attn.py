@@ -20,13 +20,13 @@ from verl_prefix.core.kernels.cuda_rules import is_deterministic, unsupported_by
 
 logger = logging.getLogger(__name__)
 
-_FA2, _FA3, _FA4 = "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"
+FA2, FA3, FA4 = "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"
 # module -> forward and backward function, and the compute capabilities for which it is the choice. FA4's backward has
 # neither a softcap nor a deterministic form on sm_120, and FA2 has both.
 _INTERFACES = {
-    _FA4: ("_flash_attn_fwd", "_flash_attn_bwd", (10, 0), (12, 0)),
-    _FA3: ("_flash_attn_forward", "_flash_attn_backward", (9, 0), (10, 0)),
-    _FA2: ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", (8, 0), (99, 0)),
+    FA4: ("_flash_attn_fwd", "_flash_attn_bwd", (10, 0), (12, 0)),
+    FA3: ("_flash_attn_forward", "_flash_attn_backward", (9, 0), (10, 0)),
+    FA2: ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", (8, 0), (99, 0)),
 }
 _COMMON_ARGS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "softcap"}
 _OTHER_ARGS = set(
@@ -95,11 +95,11 @@ def _refusal(module: str, head_dim: int, softcap: bool) -> str | None:
     """Why an interface does not run such inputs, forward and backward, by its own checks: `_validate_head_dims` and
     `_flash_attn_bwd` in flash_attn/cute/interface.py (flash-attn-4 4.0.0b36), `mha_bwd` in hopper/flash_api.cpp (FA3 at
     0251105a, August 2026)."""
-    if module == _FA4 and 128 < head_dim != 256:
+    if module == FA4 and 128 < head_dim != 256:
         return f"head dim is {head_dim}, not up to 128, or 256"
-    if module == _FA4 and head_dim == 256 and softcap:
+    if module == FA4 and head_dim == 256 and softcap:
         return "it has no softcap in a backward of head dim 256"
-    if module == _FA3 and head_dim > 192 and is_deterministic():
+    if module == FA3 and head_dim > 192 and is_deterministic():
         return f"head dim is {head_dim}, and its deterministic backward takes up to 192"
     return None
 
@@ -108,27 +108,12 @@ def _choose(head_dim: int, softcap: bool) -> _Interface | None:
     return next((x for x in _installed() if _refusal(x.module, head_dim, softcap) is None), None)
 
 
-# What a missing best costs, where that is known, and the line that installs it; {cuda}: torch's, as in 128.
-_ADVICE = {
-    _FA4: ("", "pip install flash-attn-4"),
-    _FA3: (
-        " (about 13 % of an update of an 8B model, estimated for prompts of 8k tokens, 8 responses of 1k each)",
-        "pip install --no-deps flash-attn-3 --index-url https://download.pytorch.org/whl/cu{cuda}",
-    ),
-    _FA2: ("", "pip install flash-attn --no-build-isolation"),
-}
-
-
-def missed() -> tuple[str, str] | None:
-    """The module that would be the choice on this CUDA device, and is missing or has arguments that we do not know,
-    with what that costs; and the line that installs it. None: the choice is there."""
+def missing_best() -> str | None:
+    """The module that would be the choice on this CUDA device, and is missing or has arguments that we do not know.
+    None: the choice is there, or it is FA2, which `aten` has as well."""
     capability = torch.cuda.get_device_capability()
     best = next((name for name, (*_, low, end) in _INTERFACES.items() if low <= capability < end), None)
-    if best is None or best in [one.module for one in _installed()]:
-        return None
-    cost, line = _ADVICE[best]
-    what = f"{best}, the fastest attention for this GPU, is not installed or has unknown arguments: updates take longer"
-    return what + cost, line.format(cuda=(torch.version.cuda or "").replace(".", ""))
+    return None if best in (FA2, None, *(one.module for one in _installed())) else best
 
 
 def unavailable() -> str | None:
@@ -147,7 +132,7 @@ def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bo
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """See `core.kernels`."""
     name, run, _ = _interface_for(q, call.softcap)
-    extras: dict[str, dict[str, object]] = {_FA2: {"dropout_p": 0.0}, _FA3: {}, _FA4: {"return_lse": True}}
+    extras: dict[str, dict[str, object]] = {FA2: {"dropout_p": 0.0}, FA3: {}, FA4: {"return_lse": True}}
     out, lse, *_ = _call(run, q, k, v, **extras[name], **_options(name, call, q.device))
     return out, lse
 
@@ -160,8 +145,8 @@ def backward(
     name, _, run = _interface_for(q, call.softcap)
     lse = lse.contiguous()
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    extras = {"dropout_p": 0.0} if name == _FA2 else {}
-    tensors = (q, k, v, out, dout, lse) if name == _FA4 else (dout, q, k, v, out, lse)
+    extras = {"dropout_p": 0.0} if name == FA2 else {}
+    tensors = (q, k, v, out, dout, lse) if name == FA4 else (dout, q, k, v, out, lse)
     options = extras | _options(name, call, q.device)
     _call(run, *tensors, deterministic=is_deterministic(), dq=dq, dk=dk, dv=dv, **options)
     return dq, dk, dv
@@ -177,7 +162,7 @@ def _options(name: str, call: Call, device: torch.device) -> dict[str, object]:
     """Arguments that forward and backward of every interface have in common."""
     spans, window = call.spans, call.window
     cu_q, cu_k = spans.cu_seqlens(device)
-    none = None if name == _FA4 else -1
+    none = None if name == FA4 else -1
     left, right = (none, none) if window is None else (window - 1, 0)
     return dict(
         causal=call.causal, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=spans.max_q, max_seqlen_k=spans.max_k,
