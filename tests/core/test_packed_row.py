@@ -288,6 +288,26 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     assert wave.output_index.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
 
 
+def test_the_first_example_of_the_readme():
+    """Two rows of one prompt in verl_prefix/core/README.md, packed and phased."""
+    groups, offsets = group_by_key("aa", [9, 9], [3, 4]), [0, 12]
+    packed = pack_groups(groups, offsets)
+    assert packed.places.tolist() == [*range(11), *range(20, 24)] and packed.head_tokens.tolist() == [*range(8, 15)]
+    assert packed.segments == (Segment(8), Segment(3, ((0, 8),)), Segment(4, ((0, 8),)))
+    causal, cross = packed.calls(AttentionParams(1.0), CPU)
+    assert causal.spans.q == causal.spans.k == (0, 8, 11, 15)
+    assert cross.queries == slice(8, 15) and [*cross.spans] == [(0, 7, 0, 8)]
+    (planned,) = make_plan(groups, 15, "phased").passes
+    (wave,) = planned.waves
+    phase_a = pack_groups(planned.groups, offsets, "phase_a")
+    in_wave = pack_groups(wave.groups, offsets, "wave", phase_a)
+    assert phase_a.segments == (Segment(8),) and in_wave.places.tolist() == [8, 9, 10, *range(20, 24)]
+    causal, cross = in_wave.calls(AttentionParams(1.0), CPU)
+    assert causal.spans.q == causal.spans.k == (0, 3, 7)
+    (cached,) = cross.prefixes
+    assert cross.queries == slice(0, 7) and (cached.level, cached.strand_tokens) == (0, slice(0, 8))
+
+
 def test_the_example_of_the_readme():
     """Segments, paths and calls in verl_prefix/core/README.md."""
     question, call_a, call_b = range(9), range(20, 25), range(30, 34)
