@@ -145,12 +145,12 @@ def test_ranks_without_rows_or_outputs_reach_every_collective(walk, rows):
     assert [rank[2] for rank in staged[::2]] == [rank[2] for rank in whole[::2]], "who has outputs gets the same"
     assert all(rank[2] for rank in whole) and not any(rank[2] for rank in staged[1::2])
     unseen = functions() - {name for rank in whole for name in rank[1]} - set(ELSEWHERE)
-    assert unseen <= {"Travel._gather_pieces"} and (rows == "idle" or not unseen), (  # idle rows are of no turns
+    assert unseen <= {"_gather_pieces"} and (rows == "idle" or not unseen), (  # idle rows are of no turns
         f"no batch here reaches the collectives of {sorted(unseen)}"
     )
 
 
 def test_the_walk_finds_collectives_in_the_source():
     found = functions()
-    assert {"Travel._swap", "together", "PrefixEngine._with_loss_fields", "Verification._verdict"} <= found
+    assert {"_swap", "together", "PrefixEngine._with_loss_fields", "Verification._verdict"} <= found
     assert set(ELSEWHERE) <= found

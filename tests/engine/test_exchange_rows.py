@@ -3,6 +3,7 @@
 One set of processes runs all of it; the tests read what came back. Does not exercise NCCL.
 """
 
+import contextlib
 import ctypes
 import os
 import random
@@ -12,6 +13,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -207,7 +209,7 @@ def opened(data, trees, option: str = "auto"):
     from verl_prefix.engine.loss import Loss
     from verl_prefix.engine.rows import BatchRows
 
-    ranks = SimpleNamespace(data=dist.group.WORLD, data_size=dist.get_world_size())
+    ranks = SimpleNamespace(data=dist.group.WORLD, data_rank=dist.get_rank(), data_size=dist.get_world_size())
     return open_exchange(SimpleNamespace(ranks=ranks, shape=SHAPE), option, BatchRows(data), trees, Loss(None), False)
 
 
@@ -294,6 +296,9 @@ def _problems(batch: dict, seed: int) -> list[str]:
         wanted = wanted["multi_modal_inputs"]
         if row.keys() != wanted.keys():
             problems.append(f"the caller's row sees {sorted(row)}, not {sorted(wanted)}")
+    pixels = [x for row in tu.get(data, "multi_modal_inputs") for x in row.values() if isinstance(x, torch.Tensor)]
+    if len({id(x) for x in pixels}) != len({(x.dtype, x.shape, x.numpy().tobytes()) for x in pixels}):
+        problems.append("equal pixels of the caller's rows are held more than once")
     if tu.get(found, "temperature") != 0.7 or tu.get(found, "max_token_len_per_gpu") != 100:
         problems.append("what the batch has once is lost")
     lists = [None] * batch["world"]
@@ -327,7 +332,7 @@ class _Break:
     """Breaks one rank's exchange in one of the ways of `BROKEN`."""
 
     def __init__(self, how: str, rank: int) -> None:
-        from verl_prefix.engine import exchange, row_bytes, row_table, travel
+        from verl_prefix.engine import exchange, moves, row_bytes, row_table
 
         self.patches = []
         real_pack, real_place = row_bytes.RowCodec.pack, row_table.place_rows
@@ -365,7 +370,7 @@ class _Break:
             "a row twice": (row_bytes.RowCodec, "pack", pack(lambda rows: rows + rows[-1:], False), 1),
             "a row of a rank that is not there": (row_table, "place_rows", placed(lambda ranks: [9, *ranks[1:]]), None),
             "another placement": (row_table, "place_rows", placed(lambda ranks: ranks[::-1]), 1),
-            "no memory while rows are described": (travel, "describe", no_memory, 2),
+            "no memory while rows are described": (moves, "describe", no_memory, 2),
             "no memory while rows are sent": (row_bytes.RowCodec, "pack", pack(no_memory, False), 2),
             "no memory while outputs are returned": (row_bytes.RowCodec, "pack", pack(no_memory, True), 2),
             "other tokens": (exchange, "group_rows", other_tokens, 1),
@@ -469,12 +474,28 @@ def results(request, tmp_path_factory, spawn):
 
 def test_the_example_of_the_readme():
     """The table in verl_prefix/engine/README.md."""
-    from verl_prefix.engine.travel import Moves
+    from verl_prefix.engine.moves import Moves
 
     table = SimpleNamespace(keys=[*"abab"], ranks=[0, 0, 1, 1], starts=[0, 2, 4], has_pixels=[False] * 4)
-    first, second = (Moves(table, [0, 1, 0, 1], rank, 2) for rank in range(2))
-    assert (first.kept, first.sent, first.got, first.computed) == ([0], [[], [1]], [[], [0]], [0, 2])
-    assert (second.kept, second.sent, second.got, second.computed) == ([1], [[0], []], [[1], []], [3, 1])
+    ranks = [SimpleNamespace(data_rank=rank, data_size=2) for rank in range(2)]
+    first, second = (Moves(table, [0, 1, 0, 1], rank, False, {}) for rank in ranks)
+    assert (first.kept, first.sent, first.got, first.table_rows) == ([0], [[], [1]], [[], [0]], [0, 2])
+    assert (second.kept, second.sent, second.got, second.table_rows) == ([1], [[0], []], [[1], []], [3, 1])
+
+
+def test_the_example_of_session_pieces():
+    from verl_prefix.engine.session_pieces import costs_of_sessions
+
+    pieces = [
+        (0, {"S": 9, "SQ": 5, "SQC": 3, "logits of SQC": 0.3}),
+        (1, {"S": 9, "SQ": 5, "SQC": 3, "SQCR": 4, "SQCRA": 6, "logits of SQCRA": 0.6}),
+        (2, {"S": 9, "SQ": 5, "SQA": 7, "logits of SQA": 0.7}),
+    ]
+    columns = [(row, hash(name), cost) for row, costs in pieces for name, cost in costs.items()]
+    rows, names, costs = (np.array(column) for column in zip(*columns, strict=True))
+    table = torch.from_numpy(np.stack([rows, names, costs.view(np.int64)], 1))
+    trunks, branches = costs_of_sessions([[0, 1], [2]], [7, 7], table, np.zeros(3))
+    assert trunks == [14, 14] and branches == pytest.approx([3 + 4 + 6 + 0.3 + 0.6, 7 + 0.7])
 
 
 def test_random_batches_arrive_whole_and_their_outputs_come_back_in_order(results):
@@ -491,7 +512,9 @@ def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how
 
 
 def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others():
+    from verl_prefix.engine.exchange import open_exchange
     from verl_prefix.engine.grouping import TreeRule, group_rows
+    from verl_prefix.engine.loss import Loss
     from verl_prefix.engine.rows import BatchRows
 
     rows = rows_of({"groups": [(5, [3] * 5, "copies")], "mrope": True}, 0)
@@ -504,6 +527,10 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     assert [(group.rows, group.num_own_strand_tokens, group.suffix_lens) for group in groups] == [
         ((0, 4), 4, (3, 3)), ((1,), 4, (3,)), ((2,), 4, (3,)), ((3,), 4, (3,))
     ]  # fmt: skip
+    with mock.patch("verl_prefix.engine.exchange.together", lambda *_: contextlib.nullcontext()):
+        ranks = SimpleNamespace(data_size=1)
+        exchange = open_exchange(SimpleNamespace(ranks=ranks), "auto", BatchRows(data), TreeRule(), Loss(None), False)
+    assert exchange.groups == groups
     pixels = [row["multi_modal_inputs"]["pixel_values"] for row in rows]
     assert pixels[0] is pixels[4] is pixels[1] and pixels[0] is not pixels[3], "equal pixels are held once"
     empty = batch_of(rows_of({"groups": [(5, [3], "text"), (0, [3], "text")], "mrope": False}, 0))

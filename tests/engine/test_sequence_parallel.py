@@ -221,10 +221,10 @@ def _recorded(models: dict, size: int, folder: str) -> list[str]:
 
 
 def _fails_on_the_last_rank(models: dict, size: int, truth: tuple[str, ...]) -> str:
-    from verl_prefix.engine import travel
+    from verl_prefix.engine import moves
 
     last = get_rank() == torch.distributed.get_world_size() - 1
-    with mock.patch.object(travel, "describe", None if last else travel.describe):
+    with mock.patch.object(moves, "describe", None if last else moves.describe):
         try:
             _case(models, size, truth, "packed", exchange="auto")
         except Exception as error:

@@ -128,7 +128,7 @@ def _others_pixels(paths: dict, family: str) -> dict:
 
     options = _default(family)
     with _prepared():
-        with mock.patch.object(engine_rows, "share_pixels", lambda rows: [b""] * len(rows)):
+        with mock.patch.object(engine_rows, "pixel_digests", lambda rows: [b""] * len(rows)):
             ours = _measure("prefix", paths[family], get_rank(), options | {"verify": "off"})
         return _compare(ours, _truth(paths[family], options))
 

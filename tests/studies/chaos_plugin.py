@@ -89,14 +89,14 @@ def install() -> None:
     from verl_prefix.core.prefix_cache import PrefixCache
     from verl_prefix.core.forward import PackedForward
     from verl_prefix.cpu.server import HFServer
-    from verl_prefix.engine import travel
+    from verl_prefix.engine import moves
     from verl_prefix.engine.row_bytes import RowCodec
     from verl_prefix.trace.writer import TraceWriter
 
     before(PPOTrainer, "step", write_step)
     before(FSDPEngine, "optimizer_step", on_rank("update"))
     before(FSDPEngine, "save_checkpoint", on_rank("checkpoint"))
-    before(travel, "describe", on_rank("describe"))
+    before(moves, "describe", on_rank("describe"))
     before(RowCodec, "pack", on_rank("exchange"))
     before(PrefixCache, "backward", on_rank("phase_c"))
     before(PackedForward, "phase_a", break_phase_a)

@@ -266,7 +266,7 @@ def fill_empty_ranks(
     """Changes `home`, so that every rank has a row: one that came from it, or else one of others.
 
     A row that would leave its group's pixels is the last choice. Nothing changes where rows are fewer than ranks; the
-    exchange raises then (`travel`). It does not happen in verl's batches.
+    exchange raises then (`moves`). It does not happen in verl's batches.
 
     Args:
         home: the rank that computes each row. ranks: where each row is.

@@ -4,63 +4,75 @@
     rank 1: a1 b1 c1 d1      b0 b1 c0 c1      changes neither sums over ranks nor what the row gives back
 
 Each way takes a fixed number of collectives, all of tensors. Rows and tables go through the group of ranks that have
-different rows (`Ranks.data`; see `travel`). After each piece of work `together` asks all ranks of the job, copies too,
-whether it went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only sending
-tables and rows, and making buffers for tables, is outside of that.
+different rows (`Ranks.data`). After each piece of work `together` asks all ranks of the job, copies too, whether it
+went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only sending tables and
+rows, and making buffers for tables, is outside of that.
 """
 
+import itertools
 import logging
-from collections.abc import Hashable, Set
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from tensordict.tensorclass import NonTensorData
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
 
 from verl_prefix.core.groups import Group
-from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.carried_pixels import receive_pixels
+from verl_prefix.engine.backend import Backend, Ranks
+from verl_prefix.engine.carried_pixels import PIXELS, receive_pixels
 from verl_prefix.engine.grouping import TreeRule, group_rows
 from verl_prefix.engine.loss import Loss
-from verl_prefix.engine.row_table import PADDING
+from verl_prefix.engine.moves import Moves, decide_moves
+from verl_prefix.engine.row_bytes import RowCodec, TravellingRow
+from verl_prefix.engine.row_table import PADDING, uid_hashes
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.together import together
-from verl_prefix.engine.travel import Outputs, Travel
+from verl_prefix.engine.together import RankError, together
+from verl_prefix.models.vision import CARRIED_BY, PIXEL_NAMES, share_pixels
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
 
+Outputs = Mapping[str, torch.Tensor]
+
 
 @dataclass
 class Exchange:
-    """The rows of a mini-batch that this rank computes, and their outputs' way back. Where no row travels they are the
-    rows that it has.
+    """The rows of a mini-batch that this rank computes, and the way back of their outputs.
 
     Attributes:
-        computed: the rows.
+        computed: the rows that this rank computes. Where no row travels they are the rows that it has.
         groups: of these rows.
         tree_rule: what they share, for this batch and those that follow.
-        uids: 64-bit hashes of all ranks' uids, without padding's. Where ranks exchange nothing, this rank's uids
-            themselves.
-        metrics: prefix/* and timing_s/* of this rank; `give_back` adds what it took.
+        uids: `uid_hashes` of the rows of all ranks, or of this rank alone where ranks exchange none. Padding's is left
+            out.
+        metrics: prefix/* and timing_s/* of this rank; `give_back` adds the time that it took.
+        moves: by which rows have travelled; None: no row of any rank has.
     """
 
     computed: BatchRows
     groups: list[Group]
     tree_rule: TreeRule
-    uids: Set[Hashable]
+    uids: Set[int]
     metrics: dict[str, float]
-    _travel: Travel | None = None
+    moves: Moves | None = None
 
     def give_back(self, outputs: Outputs | None) -> dict[str, torch.Tensor]:
         """Sends outputs back to where their rows came from, in the order they came. Every rank calls it.
 
         Args:
             outputs: of `computed`, jagged [rows, tokens], of the same names on every rank; {}: nobody wants any; None:
-                this rank has none, and others do.
+                this rank has none, and other ranks do. Such a rank sends nothing, and takes part in all collectives.
         """
-        if self._travel is None:
+        if self.moves is None or outputs == {}:
             return dict(outputs or {})
-        return {} if outputs == {} else self._travel.give_back(outputs)
+        with _timed(self.metrics):
+            return _return_outputs(outputs, self.moves)
 
 
 def open_exchange(
@@ -77,35 +89,154 @@ def open_exchange(
     Raises:
         RankError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
-    ranks, travel = _exchanging_ranks(backend, option, loss), None
     if skips_dead:  # for the costs by which rows are placed
         with together("finding rows without gradient"):
             batch = batch.with_dead(loss.find_dead(batch))
-    computed = batch
-    if ranks is not None:
-        travel = Travel(batch, ranks)
-        travel.decide_moves(backend.shape, tree_rule)
-        computed = travel.send_rows() if travel.moves.any_travels else batch
+    computed, metrics = batch, dict[str, float]()
+    moves: Moves | None = None
+    if _rows_may_travel(backend.ranks, option, loss):
+        metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
+        with _timed(metrics):
+            moves = decide_moves(batch, backend.ranks, backend.shape, tree_rule)
+            metrics |= moves.metrics
+            if moves.any_travels:
+                computed, metrics["prefix/exchanged_mib"] = _send_rows(batch, moves)
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
         if skips_dead:  # again, since rows that arrive bring no mark
             computed = computed.with_dead(loss.find_dead(computed))
-        is_cut = travel.is_cut if travel else tree_rule.cuts_rows(computed.uids, computed.keys)
+        if moves is None:
+            share_pixels(computed.pixels)
+        is_cut = moves.is_cut if moves else tree_rule.cuts_rows(computed.uids, computed.keys)
         groups = group_rows(computed, tree_rule, is_cut)
-    tree_rule = tree_rule._replace(was_cut=is_cut)
-    if travel is None:
-        uids = {uid for row, uid in enumerate(computed.uids) if row not in computed.padding}
-        return Exchange(computed, groups, tree_rule, uids, {})
-    hashes = {uid for uid in travel.table.uids if uid != PADDING}
-    return Exchange(computed, groups, tree_rule, hashes, travel.metrics, travel if travel.moves.any_travels else None)
+    uids = {*(moves.table.uids if moves else uid_hashes(computed))} - {PADDING}
+    moves = moves if moves and moves.any_travels else None
+    return Exchange(computed, groups, tree_rule._replace(was_cut=is_cut), uids, metrics, moves)
 
 
-def _exchanging_ranks(backend: Backend, option: str, loss: Loss) -> dist.ProcessGroup | None:
-    """Returns the ranks that exchange rows; None: rows stay."""
-    if option == "off" or backend.ranks.data_size == 1:
-        return None
+def _rows_may_travel(ranks: Ranks, option: str, loss: Loss) -> bool:
+    """Whether ranks exchange rows in this batch, the same on all ranks."""
+    if option == "off" or ranks.data_size == 1:
+        return False
     if loss.is_unknown:
         why = "this loss may read what does not travel (raw_prompt, extra_fields)"
         warn_once(logger, f"prefix.exchange: rows stay on their ranks where this loss is computed: {why}")
-        return None
-    return backend.ranks.data
+        return False
+    return True
+
+
+@contextmanager
+def _timed(metrics: dict[str, float]) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    metrics["timing_s/prefix_exchange"] += time.perf_counter() - start
+
+
+def _send_rows(batch: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
+    """Sends rows to the ranks that compute them. Returns those that this rank computes, in the order of
+    `Moves.table_rows`, and how many MiB it sent. Every rank calls it.
+
+    Raises:
+        RankError: another rank failed, or sent other rows than `moves` says.
+    """
+    with together("sending rows"):
+        codec = RowCodec.of_batch(batch.data)
+        parcels = [
+            codec.pack([_without_known_pixels(codec.row(number, number), home, moves) for number in numbers])
+            for home, numbers in enumerate(moves.sent)
+        ]
+    received = _swap(parcels, moves.ranks)
+    with together("receiving rows"):
+        rows = [codec.row(number, number) for number in moves.kept]
+        rows += _unpacked(codec, received, moves.got, "its rows")
+        keys = [moves.table.keys[table_row] for table_row in moves.table_rows]
+        if PIXELS in codec.others:
+            rows = _with_pixels(rows, keys)
+        # verl's batch of these rows, which also gets what this rank's batch has once.
+        once = {name: x.data for name, x in batch.data.items() if isinstance(x, NonTensorData)}
+        others = {name: [row.others[name] for row in rows] for name in codec.others}
+        computed = BatchRows(tu.get_tensordict(codec.join(rows) | others, once), keys)
+    return computed, sum(map(len, parcels)) / 2**20
+
+
+def _return_outputs(outputs: Outputs | None, moves: Moves) -> dict[str, torch.Tensor]:
+    """Sends outputs of rows to the ranks that sent the rows. Returns those of this rank's batch; {} on a rank without
+    outputs. Every rank calls it."""
+    table, rank = moves.table, moves.ranks.data_rank
+    with together("returning outputs", same=("format",)) as agreed:
+        codec = RowCodec(outputs or {})
+        parcels = [codec.pack([])] * len(moves.got)
+        if outputs is not None:
+            _check_lens(outputs, [table.lens[table_row] for table_row in moves.table_rows])
+            arrived = itertools.count(len(moves.kept))  # numbers of the rows that arrived, among those computed here
+            parcels = [codec.pack([codec.row(next(arrived), number) for number in numbers]) for numbers in moves.got]
+            agreed.same("format", codec.format)
+    if not agreed.is_same("format"):
+        raise RankError(f"ranks computed different outputs; this one has {', '.join(outputs or ())}")
+    received = _swap(parcels, moves.ranks)
+    with together("receiving outputs"):
+        if outputs is None:
+            return {}
+        rows = [codec.row(computed, number) for computed, number in enumerate(moves.kept)]
+        rows += _unpacked(codec, received, moves.sent, "outputs of rows")
+        returned = codec.join(sorted(rows, key=lambda row: row.number))
+        _check_lens(returned, table.lens[table.starts[rank] : table.starts[rank + 1]])
+    return returned
+
+
+def _swap(parcels: Sequence[torch.Tensor], ranks: Ranks) -> Sequence[torch.Tensor]:
+    """Sends each rank its parcel, uint8; returns what each rank sent here."""
+    device = get_device_name()
+    sizes = torch.tensor([len(parcel) for parcel in parcels], device=device)
+    received_sizes = torch.empty_like(sizes)
+    dist.all_to_all_single(received_sizes, sizes, group=ranks.data)
+    sent, got = sizes.tolist(), received_sizes.tolist()
+    with together("making room for rows"):
+        received = torch.empty(sum(got), dtype=torch.uint8, device=device)
+        parcel = torch.cat(list(parcels)).to(device)
+    dist.all_to_all_single(received, parcel, got, sent, group=ranks.data)
+    return received.cpu().split(got)
+
+
+def _unpacked(
+    codec: RowCodec, parcels: Sequence[torch.Tensor], expected: list[list[int]], what: str
+) -> list[TravellingRow]:
+    """Returns the rows that arrived from all ranks, and checks their numbers: each rank's are `expected`. what: names
+    the rows in the error."""
+    arrived: list[TravellingRow] = []
+    for rank, numbers in enumerate(expected):
+        rows = codec.unpack(parcels[rank])
+        if (came := [row.number for row in rows]) != numbers:
+            raise RankError(f"rank {rank} sent {what} {came}, and {numbers} were to travel")
+        arrived += rows
+    return arrived
+
+
+def _check_lens(outputs: Mapping[str, Any], lens: Sequence[int]) -> None:
+    if wrong := [name for name, x in outputs.items() if x.offsets().diff().tolist() != lens]:
+        raise RankError(f"{', '.join(wrong)} do not have the {len(lens)} rows of this rank, or not their lengths")
+
+
+def _without_known_pixels(row: TravellingRow, home: int, moves: Moves) -> TravellingRow:
+    """Returns a row as it travels to `home`: without its pixels, if a row that stays there has them."""
+    visual = row.others.get(PIXELS)
+    if not visual or not moves.finds_pixels(row.number, home):
+        return row
+    visual = {name: x for name, x in visual.items() if name not in PIXEL_NAMES}
+    return row._replace(others=row.others | {PIXELS: visual})
+
+
+def _with_pixels(rows: Sequence[TravellingRow], keys: Sequence[Hashable]) -> list[TravellingRow]:
+    """Returns the rows, each with the pixels that a row of its group has here. No dict of the batch changes: an update
+    of several epochs asks for its rows again."""
+    held: dict[Hashable, dict[str, Any]] = {}
+    for key, row in zip(keys, rows, strict=True):
+        if pixels := {name: x for name, x in (row.others[PIXELS] or {}).items() if name in PIXEL_NAMES}:
+            held[key] = pixels
+    found = []
+    for key, row in zip(keys, rows, strict=True):
+        visual = dict(row.others[PIXELS] or {})
+        if key in held:  # also where pixels were all that a row had, before they stayed behind
+            visual = {name: x for name, x in visual.items() if name != CARRIED_BY} | held[key]
+        found.append(row._replace(others=row.others | {PIXELS: visual}))
+    return found

@@ -93,7 +93,7 @@ class Planner:
         """Says why this batch takes the stock path whatever its lengths are; None: its lengths decide.
 
         Every rank gets the same answer: it reads only what ranks have alike, as whether masks are of responses or of
-        whole rows. Other fields may differ (`Travel.decide_moves`).
+        whole rows. Other fields may differ (`moves.decide_moves`).
         """
         data = batch.data
         if self.always is not None:

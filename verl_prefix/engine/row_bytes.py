@@ -1,5 +1,6 @@
-"""Rows of a batch as bytes, and back: what `travel` sends."""
+"""Rows of a batch as bytes, and back: what `exchange` sends."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,24 +21,32 @@ TRAVELLING = ("uid", "session_id", PIXELS)
 
 
 class TravellingRow(NamedTuple):
-    """A row: its number where it came from, its tensors by name, and its values of `TRAVELLING`."""
+    """A row that travels, or its outputs on their way back.
 
-    origin: int
+    Attributes:
+        number: the row's number in the batch that verl handed over.
+        tensors: its tensors, by name.
+        others: its values of `TRAVELLING`, by name.
+    """
+
+    number: int
     tensors: dict[str, torch.Tensor]
     others: dict[str, Any]
 
 
 class RowCodec:
-    """Takes a batch apart into rows that can travel as bytes, and joins such rows to a batch.
+    """Takes the rows of a batch out of it, packs them as bytes, and joins such rows to a batch.
+
+    Args:
+        tensors: fields of the batch that are tensors, or outputs of its rows, by name.
+        others: values of `TRAVELLING`, one per row, by name.
 
     Attributes:
         format: what two ranks must have in common to read each other's rows.
-        others: values of `TRAVELLING`, one per row, by name.
     """
 
     def __init__(self, tensors: Mapping[str, Any], others: Mapping[str, list[Any]] | None = None) -> None:
         self._tensors = {name: tensors[name] for name in sorted(tensors)}
-        self._rows = {name: x.detach().cpu().unbind() for name, x in self._tensors.items()}
         self.others = dict(others or {})
         fields = [(name, str(x.dtype), *_shape(x)) for name, x in self._tensors.items()]
         self.format = repr((fields, sorted(self.others)))
@@ -51,10 +60,14 @@ class RowCodec:
             tensors, {name: values[name].tolist() for name in TRAVELLING if name in values and name not in tensors}
         )
 
-    def row(self, number: int, origin: int) -> TravellingRow:
-        """The row with this number, to be known as `origin`."""
-        tensors = {name: rows[number] for name, rows in self._rows.items()}
-        return TravellingRow(origin, tensors, {name: values[number] for name, values in self.others.items()})
+    @functools.cached_property
+    def _rows(self) -> dict[str, Sequence[torch.Tensor]]:
+        return {name: x.detach().cpu().unbind() for name, x in self._tensors.items()}
+
+    def row(self, index: int, number: int) -> TravellingRow:
+        """Takes out the row that is `index`-th here; `number` is that of the `TravellingRow`."""
+        tensors = {name: rows[index] for name, rows in self._rows.items()}
+        return TravellingRow(number, tensors, {name: values[index] for name, values in self.others.items()})
 
     def pack(self, rows: Sequence[TravellingRow]) -> torch.Tensor:
         """Packs rows as one uint8 tensor: their tensors, those of pixels among them, by safetensors; all else as JSON.
@@ -67,10 +80,10 @@ class RowCodec:
         for i, row in enumerate(rows):
             pixels = row.others.get(PIXELS) or {}
             seen = {name: x for name, x in pixels.items() if isinstance(x, torch.Tensor)}
-            for kind, tensors in (("own", row.tensors), (PIXELS, seen)):
+            for kind, tensors in (("row", row.tensors), (PIXELS, seen)):
                 arrays |= {f"{i}/{kind}/{str(x.dtype)[6:]}/{name}": _array(x) for name, x in tensors.items()}
             others = {name: x for name, x in pixels.items() if name not in seen}
-            heads.append([row.origin, row.others | {PIXELS: others} if pixels else row.others])
+            heads.append([row.number, row.others | {PIXELS: others} if pixels else row.others])
         if not rows:
             return torch.empty(0, dtype=torch.uint8)
         try:
@@ -87,11 +100,11 @@ class RowCodec:
             return []
         tensors = load(packed.numpy().tobytes())
         heads = json.loads(tensors.pop("heads").numpy().tobytes())
-        rows = [TravellingRow(origin, {}, others) for origin, others in heads]
+        rows = [TravellingRow(number, {}, others) for number, others in heads]
         for stored_as, x in tensors.items():
             i, kind, dtype, name = stored_as.split("/", 3)
             row = rows[int(i)]
-            (row.tensors if kind == "own" else row.others[PIXELS])[name] = x.view(getattr(torch, dtype))
+            (row.tensors if kind == "row" else row.others[PIXELS])[name] = x.view(getattr(torch, dtype))
         return rows
 
     def join(self, rows: Sequence[TravellingRow]) -> dict[str, torch.Tensor]:

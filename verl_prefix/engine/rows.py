@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.carried_pixels import PIXELS
-from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, share_pixels
+from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, pixel_digests
 
 ROUTES = "routed_experts"  # verl's field of the experts that each token went to, in the rollout or in old log-probs
 RECORDS = "records_routes"  # our flag of a batch whose log-probs leave that field
@@ -152,13 +152,11 @@ class BatchRows:
 
     @functools.cached_property
     def digests(self) -> list[bytes]:
-        """Digest of each row's uid, pixels, prompt tokens and their positions: rows with the same one belong together.
-
-        A side effect: rows with equal pixels then hold one tensor of them (`vision.share_pixels`).
-        """
+        """Digest of each row's uid, pixels, prompt tokens and their positions: rows with the same one belong
+        together."""
         # A row whose pixels another row carries is named by that row, as that row itself is.
         carriers = [(row or {}).get(CARRIES) or (row or {}).get(CARRIED_BY) for row in self.pixels]
-        shown = [c.encode() if c else digest for c, digest in zip(carriers, share_pixels(self.pixels), strict=True)]
+        shown = [c.encode() if c else digest for c, digest in zip(carriers, pixel_digests(self.pixels), strict=True)]
         uids, positions = tu.get(self.data, "uid", [""] * len(self)), self.data["position_ids"].unbind()
         digests = []
         for uid, pixels, prompt, position in zip(uids, shown, self.prompts, positions, strict=True):

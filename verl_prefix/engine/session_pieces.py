@@ -1,7 +1,20 @@
 """What the sessions of an agent cost together, which ranks have to agree on before any row travels.
 
-No rank has the tokens of another's rows. So each tells the others hashes of the histories that its rows are made of,
-with what each piece of them costs.
+No rank has the tokens of another rank's rows. So each rank tells the others which pieces its rows are made of, by
+hashes, and what each piece costs. Here two sessions of one uid have three turns, and a token costs 1:
+
+    row 0   session x, turn 1   [ system 9 | question 5 | call 3 ]
+    row 1   session x, turn 2   [ system 9 | question 5 | call 3 | result 4 | answer 6 ]
+    row 2   session y, turn 1   [ system 9 | question 5 | reply 7 ]
+
+    pieces of row 0   S 9   SQ 5   SQC 3                   and logits of the call
+    pieces of row 1   S 9   SQ 5   SQC 3   SQCR 4   SQCRA 6   and logits of the answer
+    pieces of row 2   S 9   SQ 5   SQA 7                   and logits of the reply
+
+A piece is named by all tokens from the row's beginning to the piece's end, so that equal names mean equal histories.
+S and SQ are pieces of both sessions: they are the trunk of the uid, which costs 14 on each rank that has one of its
+sessions. Besides, session x costs 3 + 4 + 6 and the logits of rows 0 and 1, and session y costs 7 and the logits of
+row 2.
 """
 
 import functools
@@ -23,49 +36,68 @@ LAST_CUTS = 8  # cuts at a row's end that other ranks hear of: more than the mes
 
 
 def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> torch.Tensor:
-    """Describes the pieces that rows of turns are made of, int64 [pieces, 3]: the row's number, 64 bits that name the
-    piece, and its cost as the bits of a double. A dead row, or one without a response, has no piece.
+    """Describes the pieces of this rank's rows, int64 [pieces, 3]: the row's number, 64 bits that name the piece, and
+    its cost as the bits of a double. A dead row, or one without a response, has no piece.
 
-    A piece lies between two cuts. Its name is made of all tokens up to its end, so that equal names mean equal
-    histories. A long row lists its first cut (the system prompt's) and its last `LAST_CUTS`, and what lies between
-    these is one piece. An earlier turn may have it in several pieces; the last of these then has the same name and a
-    lower cost, which `_cheapest_pieces` takes. The logits of a response are a piece, too.
+    A piece lies between two cuts; the last one ends with the row. The logits of the response are a piece, too, whose
+    name is the complement of the last piece's name.
 
-        turn 1   [ system | question | call ]                      pieces S, SQ, and SQC with its logits
-        turn 2   [ system | question | call, result | answer ]     pieces S, SQ, SQCR, and SQCRA with its logits
-
-    Another session of the uid that calls another tool shares S and SQ with these: they are the uid's trunk.
+    A row has at most `LAST_CUTS` + 1 cuts here: its first one, after the system prompt, and its last ones. What lies
+    between the first cut and these is then one piece with the cost of several. An earlier turn, which is shorter, may
+    have the same name at a lower cost; `_cheapest_pieces` takes that.
     """
     cost = functools.cache(functools.partial(row_cost, shape))
-    piece_row, piece_end, piece_cost = list[int](), list[int](), list[float]()
+    piece_rows, piece_ends, piece_costs = list[int](), list[int](), list[float]()
     lens_and_cuts = zip(rows.prompt_lens, rows.response_lens, row_cuts(rows, tree_rule), strict=True)
-    for row, (prompt_len, response_len, cuts) in enumerate(lens_and_cuts):
-        if response_len and row not in rows.dead:
-            end = prompt_len + response_len - 1
-            places = sorted({n for n in cuts if 0 < n < prompt_len})
-            places = [*places[:1], *places[1:][-LAST_CUTS:], end]
-            upto = [cost(n, 0)[0] for n in places]
-            logits = sum(cost(prompt_len - 1, response_len)) - upto[-1]
-            piece_end += [*places, end]
-            piece_row += [row] * (len(places) + 1)
-            piece_cost += [*(after - before for before, after in itertools.pairwise([0.0, *upto])), logits]
-    names = Hashes(mix(rows.data["input_ids"].values().cpu()), rows.offsets).of(piece_row, piece_end)
-    of_row = torch.tensor(piece_row, dtype=torch.int64)
-    is_logits = torch.cat([of_row.diff(), torch.ones(min(len(of_row), 1), dtype=torch.int64)]) > 0  # a row's last piece
-    bits = torch.tensor(piece_cost, dtype=torch.float64).view(torch.int64)
-    return torch.stack([of_row, torch.where(is_logits, ~names, names), bits], 1)
+    for number, (prompt_len, response_len, cuts) in enumerate(lens_and_cuts):
+        if not response_len or number in rows.dead:
+            continue
+        row_end = prompt_len + response_len - 1
+        inner_cuts = sorted({cut for cut in cuts if 0 < cut < prompt_len})
+        ends = [*inner_cuts[:1], *inner_cuts[1:][-LAST_CUTS:], row_end]
+        costs_to_end = [cost(end, 0)[0] for end in ends]
+        logits_cost = sum(cost(prompt_len - 1, response_len)) - costs_to_end[-1]
+        piece_rows += [number] * (len(ends) + 1)
+        piece_ends += [*ends, row_end]  # of the logits, too
+        piece_costs += [*(after - before for before, after in itertools.pairwise([0.0, *costs_to_end])), logits_cost]
+    row_of_piece = torch.tensor(piece_rows, dtype=torch.int64)
+    names = Hashes(mix(rows.data["input_ids"].values().cpu()), rows.offsets).of(piece_rows, piece_ends)
+    is_logits = torch.ones(len(names), dtype=torch.bool)  # of the last piece of each row
+    is_logits[:-1] = row_of_piece.diff() > 0
+    cost_bits = torch.tensor(piece_costs, dtype=torch.float64).view(torch.int64)
+    return torch.stack([row_of_piece, torch.where(is_logits, ~names, names), cost_bits], 1)
 
 
-def _owner_of(members: Sequence[Sequence[int]], num: int) -> np.ndarray:
-    """Returns the number of each member's owner, [num] int64. members: of each owner, which together are `num`."""
-    owner_of = np.empty(num, np.int64)
-    for owner, of_owner in enumerate(members):
-        owner_of[of_owner] = owner
-    return owner_of
+def costs_of_sessions(
+    sessions: Sequence[Sequence[int]], uids: Sequence[int], pieces: torch.Tensor, pixel_costs: np.ndarray
+) -> tuple[list[float], list[float]]:
+    """Returns two costs for each session: that of its uid's trunk and pixels, and that of its other pieces. The pixels
+    cost as much as those of the uid's row that shows most.
+
+    Args:
+        sessions: the table rows of each session.
+        uids: of each session.
+        pieces: of all rows, as `describe_pieces` makes them, by table rows in place of numbers.
+        pixel_costs: of each table row, [rows] float64.
+    """
+    sessions_of_uid = list(rows_by_key(uids).values())
+    uid_of_session = _owner_of(sessions_of_uid, len(sessions))
+    session_of_row = _owner_of(sessions, len(pixel_costs))
+    session_pieces = _cheapest_pieces(session_of_row, pieces)
+    uid_of_piece = uid_of_session[session_pieces.session]
+    # A piece is of the trunk if it is there once for each session of its uid. Each of these has the same share of it.
+    num_sessions = np.array([len(members) for members in sessions_of_uid])[uid_of_piece]
+    is_trunk = _num_equal(uid_of_piece, session_pieces.name) == num_sessions
+    trunk_shares = np.where(is_trunk, session_pieces.cost / num_sessions, 0.0)
+    trunk_costs = np.bincount(uid_of_piece, trunk_shares, len(sessions_of_uid))
+    most_pixels = np.zeros(len(sessions_of_uid))
+    np.maximum.at(most_pixels, uid_of_session[session_of_row], pixel_costs)
+    branch_costs = np.bincount(session_pieces.session, np.where(is_trunk, 0.0, session_pieces.cost), len(sessions))
+    return (trunk_costs + most_pixels)[uid_of_session].tolist(), branch_costs.tolist()
 
 
 class _Pieces(NamedTuple):
-    """Of each piece of each session, [n]: the session's number, the piece's name, and its cost."""
+    """Pieces of sessions, each field [n]: the index of its session, its name, and its cost."""
 
     session: np.ndarray
     name: np.ndarray
@@ -73,51 +105,33 @@ class _Pieces(NamedTuple):
 
 
 def _cheapest_pieces(session_of_row: np.ndarray, pieces: torch.Tensor) -> _Pieces:
-    """Returns the pieces of sessions, each once in a session, at the lowest cost that its rows have for it.
+    """Returns each session's pieces, without repetitions, each at the lowest cost that a row of the session gives it.
 
     Args:
-        pieces: of all rows, as `describe_pieces` makes them.
+        pieces: of all rows, as in `costs_of_sessions`.
     """
-    row, name, bits = pieces.T.contiguous().numpy()
+    row, name, cost_bits = pieces.T.contiguous().numpy()
     session = session_of_row[row]
-    unique, first, piece = np.unique(_name_of(session, name), return_index=True, return_inverse=True)
-    cost = np.full(len(unique), np.inf)
-    np.minimum.at(cost, piece, bits.view(np.float64))
+    _, first, index = np.unique(_pair_names(session, name), return_index=True, return_inverse=True)
+    cost = np.full(len(first), np.inf)
+    np.minimum.at(cost, index, cost_bits.view(np.float64))
     return _Pieces(session[first], name[first], cost)
 
 
-def _times_owned(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
-    """Counts, for each item, how many items of its name its owner has, [n]."""
-    _, which, times = np.unique(_name_of(owner, name), return_inverse=True, return_counts=True)
-    return times[which]
+def _num_equal(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
+    """Counts, for each item, the items with the same owner and the same name, [n]."""
+    _, index, counts = np.unique(_pair_names(owner, name), return_inverse=True, return_counts=True)
+    return counts[index]
 
 
-def _name_of(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
-    """Makes one name of each pair of an owner and a name, [n]."""
+def _pair_names(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
+    """Names each pair of an owner and a name by 64 bits, [n]."""
     return name ^ mix(torch.from_numpy(owner)).numpy()
 
 
-def costs_of_sessions(
-    sessions: Sequence[Sequence[int]], uids: Sequence[int], pieces: torch.Tensor, pixel_costs: np.ndarray
-) -> tuple[list[float], list[float]]:
-    """Returns two costs for each session. The prefix cost is that of its uid's trunk and pixels: the trunk has the
-    pieces that all sessions of the uid share. The suffix cost is that of its other pieces.
-
-    Args:
-        sessions: the rows of each, by their numbers in the table.
-        uids: of each session.
-        pieces: of all rows, as `describe_pieces` makes them.
-        pixel_costs: [rows] float64.
-    """
-    sessions_of_uid = list(rows_by_key(uids).values())
-    session_of_row = _owner_of(sessions, len(pixel_costs))
-    uid_of_session = _owner_of(sessions_of_uid, len(sessions))
-    piece = _cheapest_pieces(session_of_row, pieces)
-    uid_of_piece = uid_of_session[piece.session]
-    num_sessions = np.array([len(of_uid) for of_uid in sessions_of_uid])[uid_of_piece]
-    is_trunk = _times_owned(uid_of_piece, piece.name) == num_sessions
-    trunks = np.bincount(uid_of_piece, np.where(is_trunk, piece.cost / num_sessions, 0.0), len(sessions_of_uid))
-    pixels = np.zeros(len(sessions_of_uid))
-    np.maximum.at(pixels, uid_of_session[session_of_row], pixel_costs)  # of the row that shows most
-    own = np.bincount(piece.session, np.where(is_trunk, 0.0, piece.cost), len(sessions))
-    return (trunks + pixels)[uid_of_session].tolist(), own.tolist()
+def _owner_of(members: Sequence[Sequence[int]], num_members: int) -> np.ndarray:
+    """Turns lists of each owner's members into the owner of each member, [num_members] int64."""
+    owner_of = np.empty(num_members, np.int64)
+    for owner, numbers in enumerate(members):
+        owner_of[numbers] = owner
+    return owner_of

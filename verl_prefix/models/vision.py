@@ -88,24 +88,29 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return _digests[tensor]
 
 
-def share_pixels(rows: Sequence[Row]) -> list[bytes]:
-    """Lets rows with the same pixels hold the same tensors, so that the copies are freed; changes the rows' dicts.
+def pixel_digests(rows: Sequence[Row]) -> list[bytes]:
+    """Returns a digest of each row's pixels, empty without pixels. Values are compared with dtype and shape, bit by
+    bit.
 
     Args:
         rows: verl's `multi_modal_inputs`: one dict per row, empty or None for text alone.
-
-    Returns:
-        a digest of each row's pixels, empty without pixels. Values are compared with dtype and shape, bit by bit.
     """
+    return [b"".join(name.encode() + _digest(x) for name, x in _pixels_of(row).items()) for row in rows]
+
+
+def share_pixels(rows: Sequence[Row]) -> list[bytes]:
+    """Lets rows with the same pixels hold the same tensors, so that the copies are freed: changes the rows' dicts.
+    Returns their `pixel_digests`."""
     held: dict[bytes, torch.Tensor] = {}
-    digests = []
     for row in rows:
-        by_name = {name: _digest(row[name]) for name in PIXEL_NAMES if row and torch.is_tensor(row.get(name))}
-        for name, digest in by_name.items():
+        for name, x in _pixels_of(row).items():
             assert row is not None
-            row[name] = held.setdefault(digest, row[name])
-        digests.append(b"".join(name.encode() + digest for name, digest in by_name.items()))
-    return digests
+            row[name] = held.setdefault(_digest(x), x)
+    return pixel_digests(rows)
+
+
+def _pixels_of(row: Row) -> dict[str, torch.Tensor]:
+    return {name: row[name] for name in PIXEL_NAMES if row and torch.is_tensor(row.get(name))}
 
 
 def tree_tokens(

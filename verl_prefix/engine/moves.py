@@ -1,0 +1,140 @@
+"""Moves: which rank computes each row of a mini-batch, as all ranks decide it before any row travels."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from verl.utils.device import get_device_name
+
+from verl_prefix.auto.placement import Placement
+from verl_prefix.auto.shape import ModelShape
+from verl_prefix.engine.backend import Ranks
+from verl_prefix.engine.grouping import TreeRule
+from verl_prefix.engine.row_bytes import RowCodec
+from verl_prefix.engine.row_table import RowTable, describe
+from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.session_pieces import describe_pieces
+from verl_prefix.engine.together import RankError, together
+from verl_prefix.models.vision import share_pixels
+from verl_prefix.versions import warn_once
+
+logger = logging.getLogger(__name__)
+
+
+class Moves:
+    """Where the rows of all ranks are computed, and what this rank does for that. A number is a row's index in the
+    batch of one rank, a table row its index in the table.
+
+    Args:
+        table: the rows of all ranks.
+        homes: the rank that computes each of them.
+        ranks: this rank, among those that exchange rows.
+        is_cut: whether rows are cut, as in `group_rows`.
+        placement_metrics: prefix/* of the placement, which is that of all ranks.
+
+    Attributes:
+        any_travels: whether any row of any rank travels.
+        kept: numbers of this rank's rows that stay.
+        sent: for each rank, numbers of this rank's rows that go there.
+        got: for each rank, numbers that its rows have there which come here.
+        table_rows: table rows that this rank computes: first those that stay, then those that arrive, by rank.
+        metrics: prefix/*, of the placement and of this rank's rows.
+    """
+
+    def __init__(
+        self, table: RowTable, homes: Sequence[int], ranks: Ranks, is_cut: bool, placement_metrics: Mapping[str, float]
+    ) -> None:
+        self.table, self.ranks, self.is_cut, rank = table, ranks, is_cut, ranks.data_rank
+        self.any_travels = homes != table.ranks
+        self.sent: list[list[int]] = [[] for _ in range(ranks.data_size)]
+        self.got: list[list[int]] = [[] for _ in range(ranks.data_size)]
+        for table_row, (source, home) in enumerate(zip(table.ranks, homes, strict=True)):
+            number = table_row - table.starts[source]
+            if source == rank:
+                self.sent[home].append(number)
+            if home == rank:
+                self.got[source].append(number)
+        self.kept, self.sent[rank], self.got[rank] = self.sent[rank], [], []
+        self.table_rows = [table.starts[rank] + number for number in self.kept]
+        self.table_rows += [start + n for start, numbers in zip(table.starts, self.got, strict=False) for n in numbers]
+        stays = zip(table.keys, table.ranks, homes, table.has_pixels, strict=True)
+        self._holders = {(key, home) for key, source, home, has_pixels in stays if has_pixels and home == source}
+        self.metrics = {**placement_metrics, "prefix/exchanged_rows": sum(map(len, self.sent))}
+
+    def finds_pixels(self, number: int, home: int) -> bool:
+        """Whether a row that stays on rank `home` has the pixels of this rank's row `number`."""
+        return (self.table.keys[self.table.starts[self.ranks.data_rank] + number], home) in self._holders
+
+
+def decide_moves(batch: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: TreeRule) -> Moves:
+    """Tells all ranks of all rows, and finds a rank for each row. Every rank calls it.
+
+    Args:
+        batch: this rank's rows. Rows with equal pixels then hold one tensor of them.
+
+    Raises:
+        RankError: another rank failed, or ranks placed rows differently.
+    """
+    with together("describing rows", maxima=("num_rows", "was_cut"), same=("format",)) as described:
+        share_pixels(batch.pixels)
+        descriptions = describe(batch, shape)
+        described.maximum("num_rows", len(descriptions))
+        described.maximum("was_cut", tree_rule.was_cut)  # ranks may differ in it after a batch whose rows stayed
+        described.same("format", RowCodec.of_batch(batch.data).format)
+    can_travel = described.is_same("format")
+    if not can_travel:
+        warn_once(logger, "prefix.exchange: the ranks' batches have different fields, so that rows stay")
+    table = RowTable(_gather(descriptions, described["num_rows"], ranks))
+    is_cut = tree_rule._replace(was_cut=bool(described["was_cut"])).cuts_rows(table.uids, table.keys)
+    pieces = _gather_pieces(batch, ranks, shape, tree_rule) if is_cut else None
+    with together("placing rows", same=("homes",)) as placed:
+        placement = _place(table, pieces, can_travel, ranks.data_size)
+        placed.same("homes", placement.ranks)
+        metrics = {
+            "prefix/placement_imbalance": placement.imbalance,
+            "prefix/split_groups": 0 if can_travel else placement.split_groups,
+            "prefix/cost_split_groups": placement.split_groups if can_travel else 0,
+        }
+        moves = Moves(table, placement.ranks, ranks, is_cut, metrics)
+    if not placed.is_same("homes"):
+        raise RankError(
+            "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
+            "actor_rollout_ref.actor.prefix.exchange=off"
+        )
+    return moves
+
+
+def _gather_pieces(batch: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: TreeRule) -> list[torch.Tensor]:
+    """Returns the pieces of each rank's rows, as `describe_pieces` makes them."""
+    with together("describing turns", maxima=("num_pieces",)) as described:
+        pieces = describe_pieces(batch, shape, tree_rule)
+        described.maximum("num_pieces", len(pieces))
+    return _gather(pieces, described["num_pieces"], ranks)
+
+
+def _gather(table: torch.Tensor, most: int, ranks: Ranks) -> list[torch.Tensor]:
+    """Returns the int64 tables of all ranks. Each rank sends a row with the length of its table, and then the table,
+    padded to `most` rows."""
+    padded = torch.zeros(most + 1, table.shape[1], dtype=torch.int64)
+    padded[0, 0], padded[1 : len(table) + 1] = len(table), table
+    device = get_device_name()
+    tables = torch.empty(ranks.data_size, *padded.shape, dtype=torch.int64, device=device)
+    dist.all_gather(list(tables), padded.to(device), group=ranks.data)
+    return [gathered[1 : gathered[0, 0] + 1] for gathered in tables.cpu()]
+
+
+def _place(table: RowTable, pieces: Sequence[torch.Tensor] | None, can_travel: bool, num_ranks: int) -> Placement:
+    """Finds the rank of each row. pieces: of all ranks' rows, if rows are turns."""
+    if not can_travel:
+        placement = table.as_it_is(num_ranks)
+    elif pieces is None:
+        placement = table.by_group(num_ranks)
+    else:
+        placement = table.by_session(num_ranks, pieces)
+    homes = placement.ranks
+    if len(homes) != len(table.keys) or set(homes) != set(range(num_ranks)):
+        raise RankError(
+            f"{len(table.keys)} rows were placed on ranks {homes}; there are {num_ranks}, and each needs one"
+        )
+    return placement
