@@ -120,7 +120,7 @@ class PrefixEngine:
             RuntimeError: the self-check missed, and prefix.verify_action is raise.
         """
         with together("reading routes"):
-            data = self._with_routes(data, forward_only)
+            data = self._with_routes(data.copy(), forward_only)  # the caller's batch gets none of our flags
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         batch, loss = BatchRows(data), Loss(loss_function)
         if why := self._planner.why_stock(batch, loss) or self._verification.failure:

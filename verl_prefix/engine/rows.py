@@ -1,4 +1,4 @@
-"""Rows of a mini-batch as the engine reads them: whatever is derived from verl's batch is derived here."""
+"""Rows of a mini-batch as the engine reads them: lengths, keys, padding and the budget of a pass, from verl's batch."""
 
 import copy
 import functools
@@ -31,14 +31,19 @@ def select_rows(data: TensorDict, numbers: Sequence[int]) -> TensorDict:
 
 
 def _ragged_rows(nested: Any, numbers: Sequence[int]) -> torch.Tensor:
-    """Rows of a jagged tensor, as verl's nested_tensor_from_tensor_list makes one of them."""
-    values, ends, dim = nested.values(), nested.offsets().tolist(), nested._ragged_idx - 1
-    lens = [ends[row + 1] - ends[row] for row in numbers]
-    values = torch.cat([values.narrow(dim, ends[row], n) for row, n in zip(numbers, lens, strict=True)], dim)
-    offsets = torch.tensor([0, *itertools.accumulate(lens)], device=values.device)
+    """Rows of a jagged tensor, as verl's nested_tensor_from_tensor_list makes one of them, whose two cases these are.
+    With one number per token verl calls as_nested_tensor, by which torch knows the shortest and the longest length.
+    With several it calls nested_tensor_from_jagged, and then says which dimension is ragged: of [4, tokens] position
+    ids the last one, else the first."""
+    values, offsets, dim = nested.values(), nested.offsets().tolist(), nested._ragged_idx - 1
+    lens = [offsets[number + 1] - offsets[number] for number in numbers]
+    rows = [values.narrow(dim, offsets[number], length) for number, length in zip(numbers, lens, strict=True)]
+    values = torch.cat(rows, dim)
+    selected_offsets = torch.tensor([0, *itertools.accumulate(lens)], device=values.device)
     if values.dim() == 1:
-        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=min(lens), max_seqlen=max(lens))
-    selected: Any = torch.nested.nested_tensor_from_jagged(values, offsets)
+        bounds = {"min_seqlen": min(lens), "max_seqlen": max(lens)}
+        return torch.nested.nested_tensor_from_jagged(values, selected_offsets, **bounds)
+    selected: Any = torch.nested.nested_tensor_from_jagged(values, selected_offsets)
     selected._ragged_idx = nested._ragged_idx
     return selected
 
@@ -48,7 +53,7 @@ class BatchRows:
 
     Args:
         data: the batch.
-        keys: of its rows, where these came from another rank; None: `digests`.
+        keys: the key of each row, if rows came from other ranks; None: `digests`.
 
     Attributes:
         dead: numbers of rows without gradient, which no pass of an update computes under `prefix.skip_zero_advantage`
@@ -63,8 +68,8 @@ class BatchRows:
         return len(self.data)
 
     def with_data(self, data: TensorDict) -> "BatchRows":
-        """Returns the same rows in a batch with other fields. Lengths, keys, padding, routes and `dead` must be equal:
-        what is known of these is kept."""
+        """Returns the same rows in a batch with other fields. Lengths, keys, padding, routes and `dead` are kept, and
+        must be those of `data`, too."""
         if data is self.data:
             return self
         rows = copy.copy(self)
@@ -72,7 +77,7 @@ class BatchRows:
         return rows
 
     def with_dead(self, dead: Set[int]) -> "BatchRows":
-        """Returns the same rows; those with the numbers `dead` are known to be dead."""
+        """Returns the same rows, of which those with the numbers `dead` are dead."""
         rows = copy.copy(self)
         rows.dead = dead
         return rows
@@ -175,7 +180,7 @@ class BatchRows:
     @functools.cached_property
     def padding(self) -> set[int]:
         """Numbers of the rows that verl's v1 trainer adds as padding, which no loss reads."""
-        return {row for row, uid in enumerate(tu.get(self.data, "uid", ())) if is_padding(str(uid))}
+        return {number for number, uid in enumerate(tu.get(self.data, "uid", ())) if is_padding(str(uid))}
 
     def without_padding(self, groups: Sequence[Group]) -> list[Group]:
         """Groups of these rows that have no row of padding."""
@@ -190,7 +195,7 @@ class BatchRows:
     def alone(self) -> list[Group]:
         """Each row as a group of its own."""
         lens = zip(self.prompt_lens, self.response_lens, strict=True)
-        return [Group.of_prompt((row,), prompt_len - 1, (n,)) for row, (prompt_len, n) in enumerate(lens)]
+        return [Group.of_prompt((number,), prompt_len - 1, (n,)) for number, (prompt_len, n) in enumerate(lens)]
 
     def budget(self, groups: Sequence[Group]) -> int:
         """Returns how many tokens one pass over `groups` has at most, on all ranks that share it. It is verl's token
@@ -215,7 +220,8 @@ class BatchRows:
             ValueError: naming row and uid.
         """
         data = self.data
-        names = [f"row {row} (uid {uid})" for row, uid in enumerate(tu.get(data, "uid", [None] * len(self)))]
+        uids = tu.get(data, "uid", [None] * len(self))
+        names = [f"row {number} (uid {uid})" for number, uid in enumerate(uids)]
         lens, positions = data["input_ids"].offsets().diff().cpu(), data["position_ids"].values().cpu()
         positions = positions[0] if positions.dim() == 2 else positions
         row_of_token = torch.arange(len(lens)).repeat_interleave(lens)
@@ -223,11 +229,11 @@ class BatchRows:
         begins = positions == 0 if rows_begin_at_zero else (place == 0) | (positions.diff(prepend=positions[:1]) != 1)
         wrong = (begins != (place == 0)).nonzero()[:, 0]
         if len(wrong) and (rows_begin_at_zero or self.flag("use_remove_padding", True)):
-            row, at = int(row_of_token[wrong[0]]), int(place[wrong[0]])
-            near = ", ".join(map(str, positions[row_of_token == row][max(at - 2, 0) : at + 3].tolist()))
+            number, at = int(row_of_token[wrong[0]]), int(place[wrong[0]])
+            near = ", ".join(map(str, positions[row_of_token == number][max(at - 2, 0) : at + 3].tolist()))
             raise ValueError(
-                f"{names[row]}: position_ids are {near} around its token {at}, which verl's own path takes for those "
-                "of other rows, or does not read; number the tokens of each row 0, 1, 2, ..."
+                f"{names[number]}: position_ids are {near} around its token {at}, which verl's own path takes for "
+                "those of other rows, or does not read; number the tokens of each row 0, 1, 2, ..."
             )
         if is_vision_config(config):
             for name, prompt, shown in zip(names, self.prompts, self.pixels, strict=True):

@@ -13,11 +13,17 @@ class RankError(RuntimeError):
     """Another rank failed, or ranks do not agree on rows or outputs."""
 
 
-_NOBODYS = 2**48  # no digest of `Agreement.same` is as large
+_NO_DIGEST = 2**48  # larger than any digest, which has 48 bits
 
 
 class Agreement:
-    """What ranks tell each other within a `together`, and know of all of them after it.
+    """Integers whose maxima over ranks are wanted, and values that should be the same on all ranks. Each rank tells its
+    own inside of a `together`; after it, each knows of all ranks:
+
+        with together("counting rows", maxima=("rows",), same=("version",)) as agreed:
+            agreed.maximum("rows", len(rows))
+            agreed.same("version", version)
+        most_rows, is_one_version = agreed["rows"], agreed.is_same("version")
 
     Args:
         maxima: names of integers from 0 to 2**53, whose maxima over ranks are wanted.
@@ -26,11 +32,11 @@ class Agreement:
 
     def __init__(self, maxima: Sequence[str], same: Sequence[str]) -> None:
         self._maxima = dict.fromkeys(maxima, 0)
-        # max(d) == -max(-d) over ranks if and only if all ranks have the same digest d.
-        self._digests = dict.fromkeys(same, (0, -_NOBODYS))
+        # A digest d and -d: max(d) == -max(-d) over ranks if and only if all ranks have the same digest.
+        self._digests = dict.fromkeys(same, (0, -_NO_DIGEST))
 
     def maximum(self, name: str, value: int) -> None:
-        """Tells this rank's integer."""
+        """Tells this rank's integer, 0 if it never does."""
         self._maxima[name] = value
 
     def same(self, name: str, value: object) -> None:
@@ -39,7 +45,7 @@ class Agreement:
         self._digests[name] = digest, -digest
 
     def __getitem__(self, name: str) -> int:
-        """The maximum over ranks, once the `together` is left; inside it this rank's own integer."""
+        """The maximum over ranks after the `together`; inside of it, this rank's integer."""
         return self._maxima[name]
 
     def is_same(self, name: str) -> bool:
@@ -48,11 +54,11 @@ class Agreement:
         return largest == -minus_smallest
 
     def told(self) -> list[int]:
-        """Returns all integers of this rank, equally many on every rank."""
+        """Returns what this rank told, as integers, equally many on every rank."""
         return [*self._maxima.values(), *(x for pair in self._digests.values() for x in pair)]
 
     def settle(self, maxima: Sequence[int]) -> None:
-        """Takes the maxima over ranks of what was `told`."""
+        """Puts the maxima over ranks in place of what this rank `told`."""
         integers = iter(maxima)
         self._maxima = {name: next(integers) for name in self._maxima}
         self._digests = {name: (next(integers), next(integers)) for name in self._digests}
@@ -60,16 +66,16 @@ class Agreement:
 
 @contextmanager
 def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -> Iterator[Agreement]:
-    """Runs what is inside, then finds out whether it went well on every rank, copies included. Inside there is no
-    collective, and no other `together`: a rank that failed before it would leave the others waiting in it.
+    """Runs its body, then finds out whether the body went well on every rank, copies included. The body has no
+    collective, and no other `together`: a rank that fails earlier would leave the other ranks waiting there.
 
     Args:
-        doing: what is inside, for the error.
+        doing: what the body does, for the error.
         maxima: of the `Agreement`.
         same: of the `Agreement`.
 
     Yields:
-        what ranks tell each other inside, and know of all of them after it.
+        the `Agreement`, which the body tells this rank's integers and values.
 
     Raises:
         RankError: another rank failed. An error of this rank is raised as it is.
@@ -77,7 +83,7 @@ def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -
     agreed, error = Agreement(maxima, same), None
     try:
         yield agreed
-    except Exception as failure:  # whatever it is, the others wait to hear of it; raised again below
+    except Exception as failure:  # whatever it is, the other ranks wait to hear of it; raised again below
         error = failure
     failed = 0 if error is None else dist.get_rank() + 1
     reduced = torch.tensor([failed, *agreed.told()], dtype=torch.float64, device=get_device_name())
