@@ -116,9 +116,8 @@ def verdict(
 
     noise = functools.partial(disturbed_model, model, dtype)
     with gradients_aside(model):
-        return verify.compare(
-            lambda: torch.cat(run_stock(model, batch)), ours, noise, gradients_of(model), num_perturbed=perturbed
-        )
+        stock = functools.partial(run_stock, model, batch)
+        return verify.Comparison(lambda: torch.cat(stock()), ours, noise, gradients_of(model)).verdict(perturbed)
 
 
 def scaled_kernel(patch):
@@ -385,23 +384,24 @@ def test_a_check_that_failed_is_due_again(monkeypatch):
 
 
 def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
-    none = types.SimpleNamespace(parts={}, keep=list, distances=list)
+    none = types.SimpleNamespace(parts={}, keep=list, distances=list, clear=lambda: None)
 
     def found(reduce_sum=lambda values: values, ours=(5.0, 0.0)):
         stock = itertools.chain([[0.0, 0.0]], itertools.repeat([1.0, 0.0]))  # the truth, then perturbed
-        return verify.compare(
+        return verify.Comparison(
             lambda: torch.tensor(next(stock)),
             lambda *args: torch.tensor(ours),
             contextlib.nullcontext,
             none,
             reduce_sum,
-        )
+        ).verdict()
 
     assert found().outputs.ratio == pytest.approx(5) and found().missed
     seven_others = found(lambda values: [values[0] + 7, values[1] + 7, values[2] + 7])
     assert seven_others.outputs.ratio == pytest.approx(2) and not seven_others.missed
     assert found(ours=(float("nan"), 0.0)).missed
-    assert not verify.compare(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none).missed
+    nothing = verify.Comparison(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none)
+    assert not nothing.verdict().missed
 
 
 def test_what_missed_is_said_first():
@@ -416,8 +416,11 @@ def test_a_part_without_noise_may_not_be_off(off):
     """Its ratio has no unit. Where ours is off by nothing too, rows are empty or nothing reaches the part."""
     # Perturbed, packed, phased, and perturbed again.
     distances = itertools.chain([[0.0]] * 4, [[off]], itertools.repeat([0.0]))
-    part = types.SimpleNamespace(parts={"a part": []}, keep=lambda: [1.0], distances=lambda: next(distances))
-    found = verify.compare(lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part)
+    part = types.SimpleNamespace(
+        parts={"a part": []}, keep=lambda: [1.0], distances=lambda: next(distances), clear=lambda: None
+    )
+    zeros = verify.Comparison(lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part)
+    found = zeros.verdict()
     assert found.missed == (off != 0) and found.gradients.where == (
         "gradients of a part from the stock path's" if off else ""
     )
@@ -431,8 +434,8 @@ def test_what_rounding_does_in_some_passes_alone_is_not_missed():
         seeds.clear()
         moved = (0.0, 1.0, 1.0, 1.0, *[1.0, 30.0, 1.0, 1.0] * 2)  # the truth, perturbed, perturbed once more
         stock = (torch.tensor([moved[i]]) for i in passes)
-        none = types.SimpleNamespace(parts={}, keep=list, distances=list)
-        found = verify.compare(lambda: next(stock), lambda *args: torch.tensor([ours]), noise, none)
+        none = types.SimpleNamespace(parts={}, keep=list, distances=list, clear=lambda: None)
+        found = verify.Comparison(lambda: next(stock), lambda *args: torch.tensor([ours]), noise, none).verdict()
         return found.outputs.ratio, found.missed, next(passes)
 
     def noise(seed: int) -> contextlib.AbstractContextManager:
@@ -482,6 +485,7 @@ def test_gradients_that_a_run_has_gathered_wait_for_the_check():
         assert all(parameter.grad is None for parameter in model.parameters())
         run_stock(model, batch)
         norms = gradients.keep()
+        gradients.clear()
         run_stock(model, batch)
         assert list(gradients.parts) == ["the mixer of layer 0", "layer 0", "layer 1", "all else"] and min(norms) > 0
         assert max(gradients.distances()) == 0.0

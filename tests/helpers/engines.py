@@ -472,7 +472,7 @@ def _accumulated(model_path: str, rank: int, options: dict, stock: dict) -> tupl
     sure = {"groups": [(name, 100, [30, 28, 26, 24, 22, 20], "") for name in "ab"], "budget": 300}
     for backend, engine_options in (("fsdp2", stock), ("prefix", stock | options)):
         engine = _engine(backend, model_path, engine_options)
-        with engine.train_mode(disable_auto_offload=True), spy(planner, "measure"), spy(verify, "compare"):
+        with engine.train_mode(disable_auto_offload=True), spy(planner, "measure"), spy(verify, "Comparison"):
             engine.optimizer_zero_grad()
             for rows in (sure, {}):
                 seen.clear()

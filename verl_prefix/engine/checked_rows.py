@@ -11,12 +11,21 @@ from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
 
-_ENOUGH_TOKENS, _MOST_ROWS = 32, 8  # of a group that is checked
+_ENOUGH_TOKENS = 32  # of responses
+_MOST_ROWS = 8
+_ROWS_PER_CHECKED_ROW = 24  # in an update of so many rows three passes over one row are an eighth
+
+Unit = tuple[int, int]  # the start and end of rows of a group that are never cut apart (`Group.units`)
 
 
 def candidates(backend: Backend, rows: BatchRows, groups: Sequence[Group], budget: int) -> Sequence[Group]:
-    """Returns groups to choose from, if every rank has one. If a rank has none, it says so once and returns []. Every
-    rank calls it.
+    """Returns the groups of this rank that can be checked. If any rank has none, it says so once and returns []. Every
+    rank calls it. Three things limit the choice:
+
+    - A group without response tokens is taken only if all are such.
+    - Where verl's sequence parallelism is wrong, each rank computes whole rows, which have to fit its part of the
+      budget.
+    - Of a vision model every rank's rows have to run the tower equally often (`_with_equal_tower_runs`).
 
     Args:
         rows: the rows that this rank computes.
@@ -48,21 +57,24 @@ def candidates(backend: Backend, rows: BatchRows, groups: Sequence[Group], budge
 
 
 def _with_equal_tower_runs(backend: Backend, rows: BatchRows, groups: Sequence[Group]) -> list[Sequence[Group]]:
-    """Returns sets of groups. In each set all stock passes run a vision tower equally often, as ranks have to: it runs
-    once for images and once for videos. Rows whose response has a visual token are in no set: a model may sample one,
-    and the stock path would end, since there are no pixels for it."""
+    """Returns sets of groups to choose from, such that all stock passes of a set run a vision tower equally often. The
+    tower runs once for images and once for videos, and holds collectives.
+
+    Rows whose response has a visual token are in no set. A model may sample one, and the stock path would end, since
+    there are no pixels for it.
+    """
     shown = zip(shown_lens(rows.data["input_ids"].unbind(), backend.config), rows.prompt_lens, strict=True)
     groups, pixels = _with_chosen(groups, [last <= prompt_len for last, prompt_len in shown]), rows.pixels
     if backend.stock_facts.equal_tower_runs:
         return [groups]
-    # Rows of a tree may show other pixels each.
-    runs = [{num_tower_runs(pixels[row]) for row in group.rows} for group in groups]
-    return [[group for group, counts in zip(groups, runs, strict=True) if counts == {n}] for n in (1, 2)]
+    # Rows of a tree may differ in their pixels.
+    runs_of_group = [{num_tower_runs(pixels[number]) for number in group.rows} for group in groups]
+    return [[group for group, runs in zip(groups, runs_of_group, strict=True) if runs == {n}] for n in (1, 2)]
 
 
 def _with_chosen(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
-    """Cuts each group to those of its units all of whose rows are `chosen`, and drops groups that have none. chosen: of
-    each row."""
+    """Cuts each group to its units whose rows are all `chosen` (of each row of the batch), and drops groups that have
+    none."""
     found = []
     for group in groups:
         units = [range(*unit) for unit in group.units()]
@@ -71,36 +83,53 @@ def _with_chosen(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]
     return found
 
 
-def _num_shared_tokens(group: Group, first: tuple[int, int], second: tuple[int, int]) -> int:
-    """Counts the strand tokens that the last rows of two units share."""
-    forks = (group.forks[unit[1] - 1] for unit in (first, second))
-    one, another = ({strand: end for strand, _, end in group.strands_before(fork)} for fork in forks)
-    return max((min(end, another[strand]) for strand, end in one.items() if strand in another), default=0)
-
-
 def cheapest(groups: Sequence[Group], num_rows: int) -> Group:
-    """Picks the cheapest group whose longest rows have enough response tokens to compare, and cuts it to those rows.
-    They are two, or more where a rank has so many rows that three passes over them are an eighth of its update. Of a
-    tree it keeps at least three, so that passes nest: the longest row, and those that share the most and the least with
-    it.
+    """Cuts each group to a few rows, and picks the cheapest of them that shares a prefix and has enough response tokens
+    to compare. If none has enough, it picks one that has most.
 
     Args:
         groups: as `candidates` returns them.
         num_rows: all that this rank computes.
     """
-
-    def longest(group: Group) -> Group:
-        units = sorted(group.units(), key=lambda unit: -sum(group.suffix_lens[slice(*unit)]))
-        least_rows = 3 if len(group.strands) > 1 and len(units) > 2 else 2
-        if least_rows == 3:
-            by_shared = sorted(units[1:], key=lambda unit: _num_shared_tokens(group, units[0], unit))
-            farthest, *between, nearest = by_shared
-            units = [units[0], nearest, farthest, *(unit for unit in units if unit in between)]
-        most_rows = max(least_rows, min(_MOST_ROWS, num_rows // 24))
-        tokens = [sum(sum(group.suffix_lens[slice(*unit)]) for unit in units[:n]) for n in range(least_rows, most_rows)]
-        count = next((n for n, sum_ in enumerate(tokens, start=least_rows) if sum_ >= _ENOUGH_TOKENS), most_rows)
-        return group.with_rows(sorted(i for unit in units[:count] for i in range(*unit))).pruned()
-
-    sampled = [longest(group) for group in groups]
-    shared = [group for group in sampled if group.is_shared] or sampled
+    with_few_rows = [_with_few_rows(group, num_rows) for group in groups]
+    shared = [group for group in with_few_rows if group.is_shared] or with_few_rows
     return min(shared, key=lambda group: (-min(group.num_suffix_tokens, _ENOUGH_TOKENS), group.num_physical_tokens))
+
+
+def _with_few_rows(group: Group, num_rows: int) -> Group:
+    """Cuts a group to two units, or to three of a tree, whose passes then nest. If these have too few response tokens
+    to compare, more units follow, as long as a check of so many rows is cheap beside an update of `num_rows`."""
+    units = sorted(group.units(), key=lambda unit: -_num_tokens(group, unit))
+    fewest = 2
+    if len(group.strands) > 1 and len(units) > 2:
+        units, fewest = _in_order_of_interest(group, units), 3
+    most = max(fewest, min(_MOST_ROWS, num_rows // _ROWS_PER_CHECKED_ROW))
+    count = fewest
+    while count < most and sum(_num_tokens(group, unit) for unit in units[:count]) < _ENOUGH_TOKENS:
+        count += 1
+    return group.with_rows(sorted(i for unit in units[:count] for i in range(*unit))).pruned()
+
+
+def _in_order_of_interest(group: Group, units: Sequence[Unit]) -> list[Unit]:
+    """Puts the units of a tree that leave the longest one last and first right behind it, so that three are enough to
+    nest.
+
+    Args:
+        units: three or more, by their tokens.
+    """
+    longest, *others = units
+    farthest, *between, nearest = sorted(others, key=lambda unit: _num_shared_tokens(group, longest, unit))
+    return [longest, nearest, farthest, *(unit for unit in others if unit in between)]
+
+
+def _num_tokens(group: Group, unit: Unit) -> int:
+    """Counts a unit's suffix tokens."""
+    return sum(group.suffix_lens[slice(*unit)])
+
+
+def _num_shared_tokens(group: Group, first: Unit, second: Unit) -> int:
+    """Counts the strand tokens that the last rows of two units share."""
+    first_ends, second_ends = (
+        {strand: end for strand, _, end in group.strands_before(group.forks[unit[1] - 1])} for unit in (first, second)
+    )
+    return max((min(end, second_ends[i]) for i, end in first_ends.items() if i in second_ends), default=0)

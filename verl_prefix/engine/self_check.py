@@ -18,8 +18,9 @@ All figures are in units of noise: how far ours is off, divided by how far round
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,9 @@ MAX_GRADIENTS = 8.0
 # Passes that are perturbed, too, before ours is wrong by log-probs or gradients. Where a token is about as near to two
 # experts, only some passes take the other one: of 30 checks of a tiny MoE model in bf16, 2 had 8.2 and 10.1.
 _MORE_PERTURBED = 8
+
+# Squared distances of a pass from the first pass of the stock path: of its outputs, then of its gradients, by parts.
+Distances = list[float]
 
 _SMALL = 2**20  # most elements of a parameter outside of mixers that is compared; norms and adapters have fewer
 
@@ -63,17 +67,20 @@ class Gradients:
     Args:
         model: all of this rank's part.
         whole: modules of it that are compared whole, by name.
-        parts: others. Of each of them, and of all else, what is small is compared (norms, biases, adapters), or the
-            smallest trained parameter where none is small.
-        local: a parameter -> this rank's shard of its gradient.
+        parts: modules of which small parameters are compared (norms, biases, adapters), or the smallest trained one
+            where none is small. The same is compared of all that is in no module here.
+        local: takes a parameter, and returns this rank's shard of its gradient.
         clear: forgets all gradients; None: by `model.zero_grad`.
+
+    Attributes:
+        parts: the parameters that are compared, by the name of their part.
     """
 
     def __init__(
         self, model: torch.nn.Module, whole: Mapping[str, torch.nn.Module], parts: Mapping[str, torch.nn.Module],
         local: Callable[[torch.nn.Parameter], torch.Tensor], clear: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self._local, self._clear = local, clear or model.zero_grad
+        self._local, self.clear = local, clear or model.zero_grad
         self.parts: dict[str, list[torch.nn.Parameter]] = {}
         left = {p for p in model.parameters() if p.requires_grad}
         for name, module in {**whole, **parts, "all else": model}.items():
@@ -85,77 +92,94 @@ class Gradients:
     def keep(self) -> list[float]:
         """Keeps the last pass's gradients as the truth, in host memory; returns their squared norms by part."""
         self._truth = [[self._local(p).to("cpu", copy=True) for p in part] for part in self.parts.values()]
-        self._clear()
         return [sum(map(sum_of_squares, part)) for part in self._truth]
 
     def distances(self) -> list[float]:
         """Returns squared distances of the last pass's gradients from the truth, by part."""
         pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
-        distances = [sum(sum_of_squares(self._local(p).cpu() - x) for p, x in part) for part in pairs]
-        self._clear()
-        return distances
+        return [sum(sum_of_squares(self._local(p).cpu() - x) for p, x in part) for part in pairs]
 
 
-def compare(
-    stock: Callable[[], torch.Tensor],
-    ours: Callable[[str, Callable[..., ForwardContext]], torch.Tensor],
-    rounding_noise: Callable[[int], AbstractContextManager],
-    gradients: Gradients,
-    reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
-    num_perturbed: int = 3,
-    outputs: str = "log-probs",
-) -> Verdict:
+class _Truth(NamedTuple):
+    """What the first pass of the stock path gave: outputs, and squared norms of gradients, by parts of the model."""
+
+    outputs: torch.Tensor
+    norms: list[float]
+
+
+class Comparison:
     """Compares one group's outputs (log-probs of responses, or values) and gradients on both paths. Figures of outputs
-    and gradients are of all ranks together, since few tokens say little. Every rank calls it.
+    and gradients are of all ranks together, since few tokens say little.
 
     Args:
-        stock: [n] outputs by the stock path, with gradients of a loss of them, which `ours` has as well.
-        ours: the same by schedule "packed" or "phased", with passes of a type (`PackedForward.context_type`).
-        rounding_noise: of a seed; while open, layers' outputs are rounded differently each time.
+        stock: runs the stock path; returns its outputs, [n]. It leaves gradients of a loss of these, as `ours` does.
+        ours: runs our passes by a schedule, "packed" or "phased", with contexts of a type
+            (`PackedForward.context_type`); returns outputs likewise.
+        rounding_noise: makes a context by a seed, in which layers' outputs are rounded differently each time.
         gradients: of the model that both run on.
         reduce_sum: element-wise sum over ranks.
-        num_perturbed: how many stock passes run with noise; more where ours is off by more than these allow.
-        outputs: what is compared, in words.
+        outputs_name: what is compared, in words.
     """
-    probe = LayerProbe()
-    truth, norms = stock(), gradients.keep()
 
-    def distances(found: torch.Tensor) -> list[float]:
-        """Of outputs, then of the gradients of each part."""
-        return [sum_of_squares(found.double() - truth), *gradients.distances()]
+    def __init__(
+        self,
+        stock: Callable[[], torch.Tensor],
+        ours: Callable[[str, Callable[..., ForwardContext]], torch.Tensor],
+        rounding_noise: Callable[[int], AbstractContextManager],
+        gradients: Gradients,
+        reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
+        outputs_name: str = "log-probs",
+    ) -> None:
+        self._stock, self._ours, self._rounding_noise = stock, ours, rounding_noise
+        self._gradients, self._reduce_sum, self._outputs_name = gradients, reduce_sum, outputs_name
 
-    perturbed: list[list[float]] = []
+    def verdict(self, num_perturbed: int = 3) -> Verdict:
+        """Runs both paths. Every rank calls it.
 
-    def perturb(number: int) -> None:
-        with rounding_noise(len(perturbed)):
-            perturbed.extend(distances(stock()) for _ in range(number))
+        Args:
+            num_perturbed: how many stock passes run with noise; more where ours is off by more than these allow.
+        """
+        probe = LayerProbe()
+        truth = _Truth(self._stock(), self._gradients.keep())
+        self._gradients.clear()
+        perturbed = self._perturb(num_perturbed, truth, seed=0)
+        packed = self._distances(self._ours("packed", functools.partial(ProbedContext, probe=probe)), truth)
+        phased = self._distances(self._ours("phased", ForwardContext), truth)
+        figures = self._figures(truth, perturbed, packed, phased)
+        if any(figure.limit < figure.ratio < math.inf for figure in figures):
+            perturbed += self._perturb(_MORE_PERTURBED, truth, seed=num_perturbed)
+            figures = self._figures(truth, perturbed, packed, phased)
+        outputs, gradients = figures
+        return Verdict(outputs, probe.worst_attention, probe.worst_recurrence, gradients)
 
-    perturb(num_perturbed)
-    packed = distances(ours("packed", functools.partial(ProbedContext, probe=probe)))
-    phased = distances(ours("phased", ForwardContext))
+    def _perturb(self, num_passes: int, truth: _Truth, seed: int) -> list[Distances]:
+        """Runs the stock path with rounding noise, several times."""
+        with self._rounding_noise(seed):
+            return [self._distances(self._stock(), truth) for _ in range(num_passes)]
 
-    def figures() -> tuple[Figure, Figure]:
-        """Of outputs and gradients, the same on all ranks."""
-        noises = [sum(column) / len(perturbed) for column in zip(*perturbed, strict=True)]
+    def _distances(self, outputs: torch.Tensor, truth: _Truth) -> Distances:
+        """Measures the pass that has just run, and clears its gradients."""
+        distances = [sum_of_squares(outputs.double() - truth.outputs), *self._gradients.distances()]
+        self._gradients.clear()
+        return distances
+
+    def _figures(
+        self, truth: _Truth, perturbed: Sequence[Distances], packed: Distances, phased: Distances
+    ) -> tuple[Figure, Figure]:
+        """Returns the figures of outputs and gradients, the same on all ranks."""
+        noise = [sum(column) / len(perturbed) for column in zip(*perturbed, strict=True)]
         # Log-probs of low precision have a grid, on which small noise may change nothing.
-        noises[0] += torch.finfo(truth.dtype).eps ** 2 * sum_of_squares(truth)
-        size = len(noises)
-        reduced = reduce_sum([*packed, *phased, *noises, *norms])
-        packed_sums, phased_sums, noise_sums, truth_norms = (reduced[i : i + size] for i in range(0, 4 * size, size))
+        noise[0] += torch.finfo(truth.outputs.dtype).eps ** 2 * sum_of_squares(truth.outputs)
+        sums = iter(self._reduce_sum([*packed, *phased, *noise, *truth.norms]))
+        packed, phased, noise = (list(islice(sums, len(noise))) for _ in range(3))
+        norms = list(sums)
         # A NaN must not get lost in max().
-        errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed_sums, phased_sums, strict=True)]
-        ratios = [ratio_of(*pair) for pair in zip(errors, noise_sums, strict=True)]
+        errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed, phased, strict=True)]
+        outputs_ratio, *gradient_ratios = map(ratio_of, errors, noise)
         worst = Figure(0.0, MAX_GRADIENTS, "")
-        for name, ratio, norm in zip(gradients.parts, ratios[1:], truth_norms, strict=True):
+        for name, ratio, norm in zip(self._gradients.parts, gradient_ratios, norms, strict=True):
             # Nothing compares with a gradient that is not finite on the stock path either, as under a loss scale of
             # fp16, which falls after such a step.
             if math.isfinite(norm) and ratio > worst.ratio:
                 worst = Figure(ratio, MAX_GRADIENTS, f"gradients of {name} from the stock path's")
-        return Figure(ratios[0], MAX_OUTPUTS, f"{outputs} differ from the stock path's"), worst
-
-    found = figures()
-    if any(figure.limit < figure.ratio < math.inf for figure in found):
-        perturb(_MORE_PERTURBED)
-        found = figures()
-    outputs_figure, gradients_figure = found
-    return Verdict(outputs_figure, probe.worst_attention, probe.worst_recurrence, gradients_figure)
+        return Figure(outputs_ratio, MAX_OUTPUTS, f"{self._outputs_name} differ from the stock path's"), worst

@@ -23,7 +23,7 @@ from verl_prefix.engine.out_of_memory import self_check_advice
 from verl_prefix.engine.outputs import FLAGS
 from verl_prefix.engine.planner import WhyStock
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.self_check import Verdict, compare
+from verl_prefix.engine.self_check import Comparison, Verdict
 from verl_prefix.engine.together import together
 from verl_prefix.models.advice import WITHOUT_SHARING
 
@@ -34,10 +34,11 @@ class _Sample(NamedTuple):
     """The rows that are checked.
 
     Attributes:
-        group: theirs.
-        rows: as ours takes them.
-        for_stock: as the stock path takes them: one by one, since the budget may have no room for logits of more.
-        loss: the loss by whose gradients both are compared.
+        group: their group, by their numbers in `rows`.
+        rows: the rows for our passes.
+        for_stock: the rows for the stock path. It takes one at a time, since the budget may have no room for logits of
+            more.
+        loss: the loss by whose gradients both paths are compared.
     """
 
     group: Group
@@ -55,12 +56,13 @@ class _Sample(NamedTuple):
         if batch.flag("distillation_use_topk"):
             flags["distillation_use_topk"] = True
             function = functools.partial(_weighted_loss, processor=loss.function)
-        for chosen in (rows, for_stock):
-            tu.assign_non_tensor(chosen.data, **flags)
-            weights = [float(row < len(rows)) / len(rows) for row in range(len(chosen))]
-            chosen.data["verify_weight"] = torch.tensor(weights)
+        for selected in (rows, for_stock):
+            tu.assign_non_tensor(selected.data, **flags)
+            weights = [float(number < len(rows)) / len(rows) for number in range(len(selected))]
+            selected.data["verify_weight"] = torch.tensor(weights)
         tu.assign_non_tensor(for_stock.data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-        return cls(group.renumbered({row: i for i, row in enumerate(group.rows)}), rows, for_stock, function)
+        numbers = {number: new_number for new_number, number in enumerate(group.rows)}
+        return cls(group.renumbered(numbers), rows, for_stock, function)
 
 
 class Verification:
@@ -80,7 +82,7 @@ class Verification:
         self.failure: WhyStock | None = None
         self._num_batches = 0
 
-    @functools.cached_property
+    @property
     def _compared(self) -> str:
         """The output that both paths are compared by: log_probs, or values."""
         return self._backend.output_names(_NO_FLAGS)[0]
@@ -137,8 +139,8 @@ class Verification:
         """Checks on all ranks that rows in no pass of the plan have no gradient: dead rows, and rows with an empty
         response. Returns [] or [what is wrong]."""
         with together("checking rows that are left out", maxima=("has_gradient",)) as agreed:
-            computed = {row for each in plan.passes for group in each.groups for row in group.rows}
-            idle = [row for row in range(len(rows)) if row not in computed]
+            in_passes = {number for pass_ in plan.passes for group in pass_.groups for number in group.rows}
+            idle = [number for number in range(len(rows)) if number not in in_passes]
             agreed.maximum("has_gradient", loss.has_gradient(rows, idle, self._backend.ranks.data))
         return [f"rows that are left out have a gradient; set {SKIP_ZERO_ADVANTAGE}=False"] * agreed["has_gradient"]
 
@@ -153,42 +155,60 @@ class Verification:
 
     def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:
         """Compares both paths on a group of each rank. Top-k distillation also compares its losses."""
-        ranks, perturbed = self._backend.ranks, _num_perturbed(len(rows), len(group.rows))
+        ranks, num_perturbed = self._backend.ranks, _num_perturbed(len(rows), len(group.rows))
         # Stock passes hold collectives, so that every rank runs as many.
-        (_, most), (fewest_perturbed, _) = ranks.ranges_over_ranks(len(group.rows), perturbed)
-        sample = _Sample.of(rows, group, most, loss)
+        (_, most_rows), (fewest_perturbed, _) = ranks.ranges_over_ranks(len(group.rows), num_perturbed)
+        paths = _BothPaths(self._backend, self._run_plan, _Sample.of(rows, group, most_rows, loss), budget)
         with self._backend.gradients_aside():
-            verdict = compare(
-                functools.partial(self._on_stock_path, sample), functools.partial(self._on_ours, sample, budget),
-                self._backend.rounding_noise, self._backend.gradients(), ranks.sum_over_ranks,
-                num_perturbed=fewest_perturbed, outputs=self._compared.replace("_", "-"),
-            )  # fmt: skip
+            verdict = Comparison(
+                paths.stock, paths.ours, self._backend.rounding_noise, self._backend.gradients(),
+                ranks.sum_over_ranks, self._compared.replace("_", "-"),
+            ).verdict(fewest_perturbed)  # fmt: skip
         # The other figures are of all ranks together.
-        of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(of_ranks, (verdict.attention, verdict.recurrence))
-        attention, recurrence = map(max, zip(*of_ranks, strict=True))
+        layer_figures: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(layer_figures, (verdict.attention, verdict.recurrence))
+        attention, recurrence = map(max, zip(*layer_figures, strict=True))
         return verdict._replace(attention=attention, recurrence=recurrence)
 
-    def _on_stock_path(self, sample: _Sample) -> torch.Tensor:
-        """Returns outputs of the sample's responses by the stock path, [tokens]. Unless the engine has no updates, the
-        gradients of their loss are accumulated."""
-        output = self._backend.run_stock_path(sample.for_stock.data, sample.loss, self._backend.has_no_updates)
-        return self._outputs(sample, output)
 
-    def _on_ours(self, sample: _Sample, budget: int, schedule: str, context_type: Callable[..., ForwardContext]) -> Any:
-        """Returns the same by our passes, of `plan_to_check`."""
-        plan = plan_to_check(sample.group, budget, schedule, nests=self._backend.ranks.stages == 1)
+class _BothPaths:
+    """Runs a sample on either path. Each run returns the outputs of the sample's responses, [tokens]. Unless the engine
+    has no updates, it also accumulates the gradients of their loss.
+
+    Args:
+        run_plan: `PrefixEngine.run_plan`.
+        budget: tokens of one pass.
+    """
+
+    def __init__(self, backend: Backend, run_plan: Callable[..., tuple[dict, dict]], sample: _Sample, budget: int):
+        self._backend, self._run_plan, self._sample, self._budget = backend, run_plan, sample, budget
+
+    def stock(self) -> torch.Tensor:
+        """Runs the stock path."""
+        sample = self._sample
+        return self._outputs(self._backend.run_stock_path(sample.for_stock.data, sample.loss, self._forward_only))
+
+    def ours(self, schedule: str, context_type: Callable[..., ForwardContext]) -> torch.Tensor:
+        """Runs the passes of `plan_to_check`."""
+        sample = self._sample
+        plan = plan_to_check(sample.group, self._budget, schedule, nests=self._backend.ranks.stages == 1)
         loss = Loss(sample.loss, fields={"temperature", "verify_weight"})
-        forward_only = self._backend.has_no_updates
-        output, _ = self._run_plan(sample.rows, [sample.group], plan, loss, forward_only, context_type=context_type)
-        return self._outputs(sample, output)
+        output, _ = self._run_plan(
+            sample.rows, [sample.group], plan, loss, self._forward_only, context_type=context_type
+        )
+        return self._outputs(output)
 
-    def _outputs(self, sample: _Sample, output: Mapping[str, Any]) -> torch.Tensor:
+    @property
+    def _forward_only(self) -> bool:
+        return self._backend.has_no_updates
+
+    def _outputs(self, output: Mapping[str, Any]) -> torch.Tensor:
+        """Takes the responses' outputs out of verl's output."""
         if not self._backend.ranks.has_outputs:
             return torch.zeros(0)
-        lens = sample.rows.response_lens
-        values = _compared_outputs(output["model_output"])[: len(lens)]
-        return torch.cat([_of_response(*of_row) for of_row in zip(values, lens, strict=True)])
+        lens = self._sample.rows.response_lens
+        rows = _compared_outputs(output["model_output"])[: len(lens)]
+        return torch.cat([_of_response(row, length) for row, length in zip(rows, lens, strict=True)])
 
 
 def plan_to_check(group: Group, budget: int, schedule: str, nests: bool) -> Plan:
@@ -205,12 +225,12 @@ def plan_to_check(group: Group, budget: int, schedule: str, nests: bool) -> Plan
 def _compared_outputs(model_output: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Returns what is compared of each row: log-probs or values. Top-k distillation adds its losses to these."""
     names = ("log_probs", "values", "distillation_losses")
-    rows = [model_output[name].unbind() for name in names if name in model_output]
-    return [torch.stack(of_row).sum(0) for of_row in zip(*rows, strict=True)]
+    outputs = [model_output[name].unbind() for name in names if name in model_output]
+    return [torch.stack(row_outputs).sum(0) for row_outputs in zip(*outputs, strict=True)]
 
 
 def _of_response(row: torch.Tensor, length: int) -> torch.Tensor:
-    """A row's outputs of its response: each stands at the token before its own."""
+    """Returns a row's outputs of its response: a token's output stands at the token before."""
     return row[len(row) - length - 1 : len(row) - 1]
 
 
@@ -224,14 +244,13 @@ def _weighted_loss(
         assert processor is not None
         return processor(data=data, **others)
     lens, loss = BatchRows(data).response_lens, 0.0 * next(iter(model_output.values())).values().sum()
-    for row, length, weight in zip(_compared_outputs(model_output), lens, data["verify_weight"], strict=True):
-        falling = 1 / torch.arange(1, length + 1, device=row.device)
-        loss = loss - weight * (_of_response(row, length) * falling).sum()
+    for row, length, row_weight in zip(_compared_outputs(model_output), lens, data["verify_weight"], strict=True):
+        token_weights = 1 / torch.arange(1, length + 1, device=row.device)
+        loss = loss - row_weight * (_of_response(row, length) * token_weights).sum()
     return loss, {}
 
 
-def _num_perturbed(num_rows: int, checked: int) -> int:
-    """How many stock passes measure rounding: one to three, so that a check takes about an eighth of an update of this
-    rank's rows. Stock, packed and phased, which are compared, cost about two of these. Where ours is off, `compare`
-    runs more."""
-    return min(3, max(1, num_rows // (8 * checked) - 2))
+def _num_perturbed(num_rows: int, num_checked: int) -> int:
+    """Returns how many stock passes measure rounding: one to three, so that a check takes about an eighth of an update
+    of this rank's rows. The passes that are compared (stock, packed, phased) cost about two of these more."""
+    return min(3, max(1, num_rows // (8 * num_checked) - 2))
