@@ -1,7 +1,4 @@
-"""Pixels that one row of a prompt carries for the others, as they reach the engine.
-
-`trainer.shared_pixels` sent them so.
-"""
+"""Pixels that one row of a prompt carries for the prompt's other rows, as `trainer.shared_pixels` sends them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +13,8 @@ PARTITION = "train"
 
 
 def receive_pixels(data: TensorDict) -> TensorDict:
-    """Returns the batch with every row's pixels. No dict of `data` changes, since an update of several epochs asks for
-    its rows again.
+    """Returns the batch, in which every row has its pixels. No dict of `data` changes: an update of several epochs asks
+    for its rows again.
 
     Raises:
         RuntimeError: as `with_carried_pixels`.
@@ -31,8 +28,8 @@ def receive_pixels(data: TensorDict) -> TensorDict:
 
 
 def with_carried_pixels(rows: Sequence[Row]) -> list[Row]:
-    """Returns rows with their pixels, which are the tensors of the row that carried them. A carrier on another rank or
-    in another mini-batch is fetched from TransferQueue.
+    """Returns rows with their pixels, which are the tensors of the rows that carry them. A carrier on another rank, or
+    in another mini-batch, is fetched from TransferQueue.
 
     Args:
         rows: verl's `multi_modal_inputs`: one dict per row, empty or None for text alone.

@@ -1,4 +1,4 @@
-"""Groups of rows: one prompt's rows, or trees where rows share more. The engine groups rows nowhere else."""
+"""Groups of rows: the rows of one prompt, or a tree where rows share more. The engine groups rows here alone."""
 
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
@@ -21,11 +21,11 @@ class TreeRule(NamedTuple):
     """By what rule rows share more than whole prompts.
 
     Attributes:
-        scope: `PrefixConfig.trees`.
+        scope: `PrefixConfig.trees`: "off", or among which rows a tree is looked for, those of a "uid" or a "batch".
         ends: tokens that end a message (`messages.end_tokens`).
-        config: the model's, which names visual tokens.
-        was_cut: an earlier batch was cut. Once True it stays, and later batches are cut, too: log-probs and updates
-            hold different rows, and must be cut alike.
+        config: the model's config, which names visual tokens.
+        was_cut: whether an earlier batch was cut. Then every later one is, too: log-probs and updates have different
+            rows, and must be cut alike.
     """
 
     scope: str = "off"
@@ -34,27 +34,27 @@ class TreeRule(NamedTuple):
     was_cut: bool = False
 
     def cuts_rows(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
-        """Whether rows are cut at the ends of messages: under `batch`, and under `uid` where they are turns, that is,
-        where a uid has several prompts."""
+        """Whether rows are cut at the ends of messages. Under "uid" they are if they are turns: a uid then has several
+        prompts."""
         are_turns = self.was_cut or len({*zip(uids, keys, strict=True)}) > len({*uids})
         return self.scope == "batch" or (self.scope == "uid" and are_turns)
 
 
 def group_rows(rows: BatchRows, tree_rule: TreeRule, is_cut: bool) -> list[Group]:
-    """Groups all rows that this rank computes: rows with the same key, or trees where the batch `is_cut` at the ends of
-    messages. Rows that say which experts their tokens go to become trees in any case: at the end of one prompt their
-    experts may differ.
+    """Groups all rows that this rank computes: by their keys, or as trees. Trees are made if rows are cut at the ends
+    of messages (`is_cut`), and if rows say which experts their tokens go to: even the rows of one prompt may differ in
+    the experts of its last tokens.
 
     Raises:
-        ValueError: a row's prompt is empty, or not that of its group: it did not arrive as it left.
+        ValueError: a row's prompt is empty, or not that of its group: the row did not arrive as it left.
     """
     groups, prompts = group_by_key(rows.keys, rows.prompt_lens, rows.response_lens), rows.prompts
     for group in groups:
-        if not all(torch.equal(prompts[row], prompts[group.rows[0]]) for row in group.rows):
+        if not all(torch.equal(prompts[number], prompts[group.rows[0]]) for number in group.rows):
             raise ValueError(f"rows {[*group.rows]} arrived as one group, and their prompts differ")
     cuts = row_cuts(rows, tree_rule) if is_cut else [[n - 1] for n in rows.prompt_lens]
     if rows.expert_routes is not None:
-        cuts = [_block_cuts(row) for row in cuts]
+        cuts = [_with_block_ends(cuts_of_row) for cuts_of_row in cuts]
     elif not is_cut:
         return groups
     return group_trees(_tree_tokens(rows, tree_rule, cuts), rows.offsets, rows.prompt_lens, cuts)
@@ -64,13 +64,13 @@ def row_cuts(rows: BatchRows, tree_rule: TreeRule) -> list[list[int]]:
     """Returns where each row is cut, by the ends of its messages: see `core.trees.cuts_at`."""
     prompts = rows.prompts
     ends, shown = message_ends(prompts, tree_rule.ends), shown_lens(prompts, tree_rule.config)
-    return [cuts_at(*of_row) for of_row in zip(ends, rows.prompt_lens, shown, strict=True)]
+    return [cuts_at(*args) for args in zip(ends, rows.prompt_lens, shown, strict=True)]
 
 
 def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group]) -> dict[str, float]:
-    """Counts the tokens that each value of `prefix.trees` computes of these rows, as if every group were one pass, and
-    those that "stock" computes. Padding does not count. Prompts with pixels that are no turns are not counted by
-    `batch`, which gets the number of `uid`.
+    """Counts the tokens of these rows that each value of `prefix.trees` computes, as if every group were one pass, and
+    those that "stock" computes. Padding does not count. If rows have pixels and are no turns, "batch" gets the number
+    of "uid", and is not counted.
 
     Args:
         groups: of these rows, by `tree_rule`.
@@ -91,15 +91,15 @@ def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group
 
 
 def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Mixes tokens with all else that must be equal where rows share: [N] int64.
-
-    Beside the token a number names
+    """Returns numbers that stand for tokens, [N] int64: rows share a token only if its number is equal. The token is
+    mixed with
 
     - its position, its pixels and its row's temperature;
-    - the uid where `tree_rule.scope` is uid, the whole prompt where it is off;
-    - up to its row's last cut, the experts of the token before it: of n shared tokens the next one may go to others;
-    - in a response under top-k distillation, its row: outputs are made with the teacher's rows of this row, so that a
-      row which has the response in its prompt does not share it.
+    - the uid if `tree_rule.scope` is uid, or the whole prompt if it is off;
+    - up to its row's last cut, the experts of the token before. Rows share n tokens if n + 1 numbers are equal. So the
+      experts of all n are equal, and the next token may go to others;
+    - in a response under top-k distillation, its row. Its outputs are made with the teacher's values for this row, so
+      that another row with the same tokens in its prompt must not share them.
     """
     ids, positions = (rows.data[name].values().cpu() for name in ("input_ids", "position_ids"))
     if is_vision_config(tree_rule.config):
@@ -110,12 +110,14 @@ def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[i
     tokens = mix_rows(tokens, rows.offsets, temperature.view(torch.int32).tolist())
     if rows.expert_routes is not None:
         lens = [end - start for start, end in pairwise(rows.offsets)]
-        pairs = zip(rows.expert_routes.split(lens), cuts, strict=True)
-        tokens = tokens ^ torch.cat([_experts_before(own, max(ends, default=0) + 1) for own, ends in pairs])
+        routes_and_cuts = zip(rows.expert_routes.split(lens), cuts, strict=True)
+        tokens = tokens ^ torch.cat(
+            [_experts_before(routes, max(cuts_of_row, default=0) + 1) for routes, cuts_of_row in routes_and_cuts]
+        )
     if tree_rule.scope != "batch":
         names: Sequence[Hashable] = rows.uids if tree_rule.scope == "uid" else rows.keys
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        tokens = mix_rows(tokens, rows.offsets, [numbers[name] for name in names])
+        index_of_name = {name: index for index, name in enumerate(dict.fromkeys(names))}
+        tokens = mix_rows(tokens, rows.offsets, [index_of_name[name] for name in names])
     if rows.flag("distillation_use_topk"):
         spans = zip(rows.offsets, rows.prompt_lens, rows.response_lens, strict=False)
         responses = ranges([(start + prompt_len, length) for start, prompt_len, length in spans])
@@ -124,23 +126,28 @@ def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[i
 
 
 def _experts_before(routes: torch.Tensor, end: int) -> torch.Tensor:
-    """Names, for each token of a row [n, layers, k] before `end`, the experts of the token before it: [n] int64, 0 for
-    later tokens."""
-    named = _mix_columns(routes[:end].flatten(1))[:-1]
-    return torch.nn.functional.pad(named, (1, len(routes) - len(named) - 1))
+    """Returns, for each token of a row, a number that names the experts of the token before: [n] int64. It is 0 for the
+    first token, and from token `end` on.
+
+    Args:
+        routes: the row's, [n, layers, k].
+    """
+    names = _mix_columns(routes[:end].flatten(1))[:-1]
+    return torch.nn.functional.pad(names, (1, len(routes) - len(names) - 1))
 
 
-def _block_cuts(cuts: Sequence[int]) -> list[int]:
-    """The cuts, and before each of them the last end of a block of a rollout's prefix cache, of any usual size.
+def _with_block_ends(cuts: Sequence[int]) -> list[int]:
+    """Returns the cuts, and before each of them the last end of a block of the rollout's prefix cache, for each usual
+    size of a block.
 
-    Two rows with the same prompt go to the same experts in blocks that the second one found in the cache, and may go to
-    others in the tokens after these, which it computed itself. A size that is not the rollout's adds a cut, which costs
-    nothing: strands that only one strand follows are joined.
+    A row whose prompt the rollout found in its cache, block by block, has the experts that the cached tokens went to.
+    The tokens after the last whole block it computed itself, and they may have gone to other experts. A size that is
+    not the rollout's adds a cut for nothing. That costs nothing, since core joins strands without a fork between.
     """
     return sorted({*cuts, *(cut // size * size for cut in cuts for size in CACHE_BLOCKS)})
 
 
 def _mix_columns(rows: torch.Tensor) -> torch.Tensor:
-    """Returns well spread values of rows [n, m] of int16: [n] int64."""
+    """Hashes each row of an int16 matrix [n, m]: [n] int64."""
     wide = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4)).view(torch.int64)
     return mix(mix(wide ^ mix(torch.arange(wide.shape[1]))).sum(1))

@@ -1,6 +1,6 @@
 """Measures the layers of a packed pass against references: dense attention, and recurrences on whole rows.
 
-Each figure is in units of rounding noise. `self_check` says which, and compares whole passes.
+Each figure is an error in units of rounding noise; `self_check` explains the units, and compares whole passes.
 """
 
 import itertools
@@ -19,20 +19,26 @@ from verl_prefix.core.runs import ranges
 # Two partial outputs and their sum are rounded where a single call rounds once: sqrt(3).
 MAX_ATTENTION = 2.0
 MAX_RECURRENCE = 3.0
-_SHIFT = 29  # tokens: no kernel's chunk is a divisor or a multiple of it
-_QUERIES = 16  # of each end of a segment
+_SHIFT = 29  # tokens before a row that moves: neither a divisor nor a multiple of a kernel's chunk
+_QUERIES = 16  # compared at each end of a segment
 
 
 class Figure(NamedTuple):
-    """How far ours is off, in units of rounding noise, and where it is off most: "" where nothing is."""
+    """How far our passes are off.
+
+    Attributes:
+        ratio: in units of rounding noise.
+        limit: the largest ratio that is right.
+        where: what is off most; "": nothing is.
+    """
 
     ratio: float
-    limit: float  # up to which ours is right
+    limit: float
     where: str
 
     @property
     def missed(self) -> bool:
-        return not self.ratio <= self.limit  # so a NaN misses
+        return not self.ratio <= self.limit  # a NaN misses
 
     def __str__(self) -> str:
         return f"{self.where} by {self.ratio:.3g} times rounding noise (at most {self.limit:g})"
@@ -43,7 +49,7 @@ class LayerProbe:
 
     Attributes:
         worst_attention: the largest figure of any attention layer.
-        worst_recurrence: the same of recurrent layers.
+        worst_recurrence: the largest figure of any recurrent layer.
     """
 
     def __init__(self) -> None:
@@ -56,12 +62,19 @@ class LayerProbe:
         self, key: Hashable, packed_row: PackedRow, inputs: Sequence[torch.Tensor],
         whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor], out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Compares each segment's outputs with those of a row that begins with the prefix."""
-        for behind, own in _segments(packed_row):
-            row = [torch.cat([x[behind.to(x.device)], x[own]]) for x in inputs]
-            truth = whole(row, 0)[len(behind) :]
-            moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[len(behind) :]
-            ratio = ratio_of(sum_of_squares(out[own] - truth), sum_of_squares(moved - truth))
+        """Compares each segment's outputs with those of a whole row, which begins with the segment's path.
+
+        Args:
+            key: names the layer.
+            inputs: of the layer, [T, ...] each.
+            whole: computes outputs of a row by its inputs, after so many tokens that change nothing.
+            out: the layer's outputs, [T, ...].
+        """
+        for path, segment in _segments(packed_row):
+            row = [torch.cat([x[path.to(x.device)], x[segment]]) for x in inputs]
+            truth = whole(row, 0)[len(path) :]
+            moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[len(path) :]
+            ratio = ratio_of(sum_of_squares(out[segment] - truth), sum_of_squares(moved - truth))
             self.worst_recurrence = max(self.worst_recurrence, Figure(ratio, MAX_RECURRENCE, f"{key} from whole rows"))
 
     @torch.no_grad()
@@ -69,16 +82,17 @@ class LayerProbe:
         self, layer: int, packed_row: PackedRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         sinks: torch.Tensor | None, params: AttentionParams, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Compares the first and last `_QUERIES` queries of each segment with dense attention."""
+        """Compares the layer's output `out` with dense attention, for the first and last `_QUERIES` queries of each
+        segment."""
         error = noise = 0.0
-        for behind, own in _segments(packed_row):
-            tokens = torch.arange(own.start, own.stop, device=q.device)
-            query = torch.cat([tokens[:_QUERIES], tokens[_QUERIES:][-_QUERIES:]])
-            keys, values = (torch.cat([x[behind.to(x.device)], x[own]]) for x in (k, v))
-            with torch.autocast(q.device.type, enabled=False):  # which would round the scores as well
-                position = query - own.start + len(behind)
-                truth, rounded = _dense(q[query], keys, values, sinks=sinks, params=params, position=position)
-            error += (out[query] - truth).square().sum().item()
+        for path, segment in _segments(packed_row):
+            tokens = torch.arange(segment.start, segment.stop, device=q.device)
+            queries = torch.cat([tokens[:_QUERIES], tokens[_QUERIES:][-_QUERIES:]])
+            keys, values = (torch.cat([x[path.to(x.device)], x[segment]]) for x in (k, v))
+            with torch.autocast(q.device.type, enabled=False):  # autocast would round the scores as well
+                position = queries - segment.start + len(path)
+                truth, rounded = _dense(q[queries], keys, values, sinks=sinks, params=params, position=position)
+            error += (out[queries] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
         where = f"attention of layer {layer} from dense float64"
         self.worst_attention = max(self.worst_attention, Figure(ratio_of(error, noise), MAX_ATTENTION, where))
@@ -99,7 +113,7 @@ class ProbedContext(ForwardContext):
 
 
 def _segments(packed_row: PackedRow) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Yields, for each segment of a packed pass, the tokens that it continues, [n] int64, and its own tokens."""
+    """Yields the tokens of each segment's path, [n] int64, and the slice of its own tokens."""
     start = 0
     for segment in packed_row.segments:
         yield ranges(segment.path), slice(start, start + segment.length)
@@ -109,8 +123,8 @@ def _segments(packed_row: PackedRow) -> Iterator[tuple[torch.Tensor, slice]]:
 def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of queries at `position` among the keys, [n, H, D]: in float64, and with probabilities and
     output rounded to q's dtype. It converts one key head at a time, since keys may be many."""
-    behind = position.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
-    hidden = behind < 0 if params.window is None else (behind < 0) | (behind >= params.window)
+    distance = position.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
+    hidden = distance < 0 if params.window is None else (distance < 0) | (distance >= params.window)
     per_key_head = q.shape[1] // k.shape[1]
     truth, rounded = torch.empty_like(q, dtype=torch.float64), torch.empty_like(q)
     for key_head, out in itertools.product(range(k.shape[1]), (truth, rounded)):
@@ -123,21 +137,21 @@ def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> t
             logits = logits.masked_fill(hidden, float("-inf"))
             if sinks is not None:
                 logits = torch.cat([logits, sinks[head].to(compute).expand(len(q), 1)], -1)
-            # As kernels do: by a log-sum-exp of fp32 at most, whose rounding counts in fp32, the more the larger it is.
+            # Kernels, too, go by a log-sum-exp of fp32 at most. In fp32 its rounding counts, more for a larger one.
             probs = (logits - logits.logsumexp(-1, keepdim=True)).exp()[:, : k.shape[0]].to(out.dtype).to(compute)
             out[:, head] = (probs @ values).to(out.dtype)
     return truth, rounded
 
 
 class _Rounding:
-    """Tensors that are off by up to one rounding step, differently each time; the run's own random state stays."""
+    """Rounds tensors differently each time, by a random state of its own."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(self, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
-        """Returns x, rounded differently. eps: a rounding step; None: that of x's dtype."""
+        """Returns x, off by up to one rounding step `eps`; None: that of x's dtype."""
         generator = self._generators.setdefault(x.device, torch.Generator(x.device).manual_seed(self._seed))
         step = torch.finfo(x.dtype).eps if eps is None else eps
         return (x * (1 + step * (2 * torch.rand(x.shape, device=x.device, generator=generator) - 1))).to(x.dtype)
@@ -148,12 +162,12 @@ def disturbed_outputs(
     attention: Sequence[torch.nn.Module], recurrent: Sequence[torch.nn.Module], dtype: torch.dtype, seed: int
 ) -> Iterator[None]:
     """Context in which every output of these modules is off by up to one rounding step of `dtype`, differently each
-    time. So is its gradient and, in fp32, what recurrent mixers read.
+    time. So is the output's gradient and, in fp32, the input of recurrent mixers.
 
     Args:
-        attention: modules whose output, or the first of whose outputs, is a tensor.
-        recurrent: mixers, likewise; they read a tensor first, or `hidden_states`.
-        seed: of the random state, which is none of the run's.
+        attention: modules that return a tensor, or a tuple that begins with one.
+        recurrent: mixers that return the same; their input is the first argument, or `hidden_states`.
+        seed: of a random state that the run does not share.
     """
     eps, rounding = torch.finfo(dtype).eps, _Rounding(seed)
 
@@ -169,7 +183,7 @@ def disturbed_outputs(
         return args, kwargs | {"hidden_states": rounding.disturb(kwargs["hidden_states"], eps)}
 
     handles = [module.register_forward_hook(disturb_output) for module in [*attention, *recurrent]]
-    # In fp32 a scan's own rounding (of decays, which are differences of sums) is larger than that of what it gives.
+    # In fp32 a scan rounds more inside (decays are differences of sums) than its output is rounded.
     if dtype == torch.float32:
         handles += [module.register_forward_pre_hook(disturb_input, with_kwargs=True) for module in recurrent]
     try:
