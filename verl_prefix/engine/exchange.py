@@ -229,13 +229,11 @@ def _without_known_pixels(row: TravellingRow, home: int, moves: Moves) -> Travel
 def _with_pixels(rows: Sequence[TravellingRow], keys: Sequence[Hashable]) -> list[TravellingRow]:
     """Returns the rows, each with the pixels that a row of its group has here. No dict of the batch changes: an update
     of several epochs asks for its rows again."""
-    held: dict[Hashable, dict[str, Any]] = {}
-    for key, row in zip(keys, rows, strict=True):
-        if pixels := {name: x for name, x in (row.others[PIXELS] or {}).items() if name in PIXEL_NAMES}:
-            held[key] = pixels
+    visuals = [dict(row.others[PIXELS] or {}) for row in rows]
+    pixels = [{name: x for name, x in visual.items() if name in PIXEL_NAMES} for visual in visuals]
+    held = {key: row_pixels for key, row_pixels in zip(keys, pixels, strict=True) if row_pixels}
     found = []
-    for key, row in zip(keys, rows, strict=True):
-        visual = dict(row.others[PIXELS] or {})
+    for key, row, visual in zip(keys, rows, visuals, strict=True):
         if key in held:  # also where pixels were all that a row had, before they stayed behind
             visual = {name: x for name, x in visual.items() if name != CARRIED_BY} | held[key]
         found.append(row._replace(others=row.others | {PIXELS: visual}))

@@ -45,10 +45,9 @@ def describe(rows: BatchRows, shape: ModelShape) -> torch.Tensor:
     )  # fmt: skip
     table = []
     for number, (key, prompt_len, response_len, (start, end), patches, uid, session, uid_hash) in enumerate(columns):
-        prefix_len, suffix_len, paid_patches = max(prompt_len - 1, 0), response_len, patches
-        if number in rows.dead:
-            prefix_len = suffix_len = paid_patches = 0
-        costs = *cost(prefix_len, suffix_len), cost(0, 0, paid_patches)[0]
+        is_dead = number in rows.dead
+        text_costs = cost(0, 0) if is_dead else cost(max(prompt_len - 1, 0), response_len)
+        costs = *text_costs, cost(0, 0, 0 if is_dead else patches)[0]
         key_halves = np.frombuffer(key, np.int64)
         table.append((key_halves, *costs, patches > 0, end - start, uid_hash, _hash(f"{uid} {session}")))
     return torch.from_numpy(np.array(table, ROW).view(np.int64).reshape(-1, ROW.itemsize // 8))
@@ -112,10 +111,8 @@ class RowTable:
         pieces = [table + torch.tensor([start, 0, 0]) for start, table in zip(self.starts, pieces, strict=False)]
         trunk_costs, branch_costs = costs_of_sessions(sessions, uid_of_session, torch.cat(pieces), self.pixel_costs)
         placement = place_rows(uid_of_session, trunk_costs, branch_costs, rank_of_session, num_ranks)
-        homes = [0] * len(self.keys)
-        for home, table_rows in zip(placement.ranks, sessions, strict=True):
-            for table_row in table_rows:
-                homes[table_row] = home
+        home_of = {table_row: home for home, rows in zip(placement.ranks, sessions, strict=True) for table_row in rows}
+        homes = [home_of[table_row] for table_row in range(len(self.keys))]
         visual = {table_row for table_row, has in enumerate(self.has_pixels) if has}
         fill_empty_ranks(homes, self.ranks, self.suffix_costs, num_ranks, visual, self.has_pixels)
         num_homes = Counter(uid for uid, _ in {*zip(self.uids, homes, strict=True)})

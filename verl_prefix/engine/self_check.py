@@ -122,14 +122,10 @@ class Comparison:
     """
 
     def __init__(
-        self,
-        stock: Callable[[], torch.Tensor],
-        ours: Callable[[str, Callable[..., ForwardContext]], torch.Tensor],
-        rounding_noise: Callable[[int], AbstractContextManager],
-        gradients: Gradients,
-        reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
-        outputs_name: str = "log-probs",
-    ) -> None:
+        self, stock: Callable[[], torch.Tensor], ours: Callable[[str, Callable[..., ForwardContext]], torch.Tensor],
+        rounding_noise: Callable[[int], AbstractContextManager], gradients: Gradients,
+        reduce_sum: Callable[[list[float]], list[float]] = lambda values: values, outputs_name: str = "log-probs",
+    ) -> None:  # fmt: skip
         self._stock, self._ours, self._rounding_noise = stock, ours, rounding_noise
         self._gradients, self._reduce_sum, self._outputs_name = gradients, reduce_sum, outputs_name
 

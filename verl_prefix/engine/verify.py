@@ -185,22 +185,16 @@ class _BothPaths:
 
     def stock(self) -> torch.Tensor:
         """Runs the stock path."""
-        sample = self._sample
-        return self._outputs(self._backend.run_stock_path(sample.for_stock.data, sample.loss, self._forward_only))
+        data, forward_only = self._sample.for_stock.data, self._backend.has_no_updates
+        return self._outputs(self._backend.run_stock_path(data, self._sample.loss, forward_only))
 
     def ours(self, schedule: str, context_type: Callable[..., ForwardContext]) -> torch.Tensor:
         """Runs the passes of `plan_to_check`."""
-        sample = self._sample
-        plan = plan_to_check(sample.group, self._budget, schedule, nests=self._backend.ranks.stages == 1)
-        loss = Loss(sample.loss, fields={"temperature", "verify_weight"})
-        output, _ = self._run_plan(
-            sample.rows, [sample.group], plan, loss, self._forward_only, context_type=context_type
-        )
+        rows, group, forward_only = self._sample.rows, self._sample.group, self._backend.has_no_updates
+        plan = plan_to_check(group, self._budget, schedule, nests=self._backend.ranks.stages == 1)
+        loss = Loss(self._sample.loss, fields={"temperature", "verify_weight"})
+        output, _ = self._run_plan(rows, [group], plan, loss, forward_only, context_type=context_type)
         return self._outputs(output)
-
-    @property
-    def _forward_only(self) -> bool:
-        return self._backend.has_no_updates
 
     def _outputs(self, output: Mapping[str, Any]) -> torch.Tensor:
         """Takes the responses' outputs out of verl's output."""

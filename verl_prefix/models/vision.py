@@ -119,7 +119,7 @@ def tree_tokens(
     """[N] int64, equal where tokens, their positions and what they show are equal, for `core.trees.group_trees`.
 
     Args:
-        input_ids, positions: [N] and [4, N] int64, in host memory. rows: as in `share_pixels`.
+        input_ids, positions: [N] and [4, N] int64, in host memory. rows: as in `pixel_digests`.
     """
     mixed = input_ids.clone()
     for axis in positions:
@@ -162,7 +162,7 @@ class PixelBatch:
     """Pixels of a batch's rows, and the tokens that stand for them. The rows have passed `check_pixels`.
 
     Args:
-        rows: one per row of the batch, as in `share_pixels`.
+        rows: one per row of the batch, as in `pixel_digests`.
         input_ids: [N] int64, the batch's flat tokens; on the CPU, where visual tokens are looked up without waiting.
         offsets: first token of each row.
         config: the model's; it names the tokens that images and videos stand for.
