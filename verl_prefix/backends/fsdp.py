@@ -17,7 +17,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.backends.hugging_face import HFBackend, check_in_worker, freeze_vision_tower
-from verl_prefix.backends.stock_path import FSDPStockPath
+from verl_prefix.backends.stock_path import FSDPStockPath, VerlFSDPEngine
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import CRITIC, FSDP2
 from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_value_head
@@ -41,11 +41,12 @@ class FSDPBackend(HFBackend):
     """`engine.backend.Backend` of verl's FSDPEngine.
 
     Args:
-        engine: verl's.
         unfused: the user asked for verl's fused kernels, which are then off.
     """
 
-    def __init__(self, engine: Any, unfused: bool) -> None:
+    _engine: VerlFSDPEngine
+
+    def __init__(self, engine: VerlFSDPEngine, unfused: bool) -> None:
         super().__init__(engine)
         self._unfused = unfused
 
@@ -69,8 +70,7 @@ class FSDPBackend(HFBackend):
         return Memory.of_fsdp(engine.engine_config, world, checkpointed, self.ranks.slices, options)
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._engine._gradient_sync_context(is_last_micro_batch=last)
-        return context
+        return self._engine._gradient_sync_context(is_last_micro_batch=last)
 
 
 class ValueBackend(FSDPBackend):

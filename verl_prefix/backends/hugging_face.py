@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
@@ -19,9 +19,8 @@ from verl_prefix.config.model import check_dealt, check_sequence_parallel
 from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
-from verl_prefix.engine.backend import Backend, Ranks, Replay
+from verl_prefix.engine.backend import Backend, Ranks, Replay, VerlEngine
 from verl_prefix.engine.layer_probe import disturbed_outputs
-from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.engine.self_check import Gradients
 from verl_prefix.models import vision
@@ -32,17 +31,23 @@ from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import check_adapters, check_dropout, check_supported
 
 
-class HFBackend(Backend):
-    """A Hugging Face model on verl's FSDPEngine, or on an engine that derives from it.
+class VerlHFEngine(VerlEngine, Protocol):
+    """verl's FSDPEngine, or an engine that derives from it."""
 
-    Args:
-        engine: verl's.
-    """
+    ulysses_sequence_parallel_size: int
+    ulysses_parallel_group: torch.distributed.ProcessGroup | None
+    use_ulysses_sp: bool
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: TensorDict, *more: Any) -> Any: ...
+
+
+class HFBackend(Backend):
+    """A Hugging Face model on an `VerlHFEngine`."""
 
     counts_last_tokens = False
     after_not_finite = "verl skips an update whose gradient norm is not finite"
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: VerlHFEngine) -> None:
         self._engine = engine
         self.has_no_updates: bool = engine.engine_config.forward_only
         self.deterministic: bool = engine.engine_config.full_determinism
@@ -64,8 +69,7 @@ class HFBackend(Backend):
     @property
     def dtype(self) -> torch.dtype:
         # Set where verl's FSDP engine builds its module; engines that build their own may not.
-        dtype: torch.dtype = getattr(self._engine, "_autocast_dtype", torch.bfloat16)
-        return dtype
+        return getattr(self._engine, "_autocast_dtype", torch.bfloat16)
 
     @property
     def config(self) -> Any:
@@ -149,12 +153,6 @@ class HFBackend(Backend):
         vocab_size = self.config.get_text_config().vocab_size
         return torch.zeros((1, vocab_size), dtype=self.dtype, device=get_device_id())
 
-    def run_stock_path(
-        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
-    ) -> dict[str, Any]:
-        output: dict[str, Any] = self._engine.verls_forward_backward(data, loss_function, forward_only)
-        return output
-
     def gradients(self) -> Gradients:
         return gradients_of(self._engine.module)
 
@@ -177,7 +175,7 @@ def without_ulysses() -> Iterator[None]:
 
 
 def gradients_of(model: Any) -> Gradients:
-    """Makes `Gradients` of a Hugging Face model: mixers whole; of each layer, and of the vision tower, a part."""
+    """Makes `Gradients` of a Hugging Face model. Mixers are compared whole, layers and the vision tower in part."""
     layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
     tower = {"the vision tower": vision.tower_of(model)} if vision.is_vision_config(model.config) else {}
     whole = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
@@ -202,8 +200,7 @@ def freeze_vision_tower(model: Any, engine_config: Any) -> None:
 
 def local_shard(x: Any) -> torch.Tensor:
     """Returns this rank's shard of a tensor that FSDP2 sharded, and any other tensor as it is."""
-    shard: torch.Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return shard
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def disturbed_model(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
@@ -35,7 +35,7 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
-from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts
+from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts, VerlEngine
 from verl_prefix.engine.layer_probe import disturbed_outputs
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import flags_of, policy_outputs
@@ -56,6 +56,17 @@ from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import check_supported
 
 
+class VerlMegatronEngine(VerlEngine, Protocol):
+    """verl's MegatronEngineWithLMHead; its `module` is a list of one."""
+
+    param_dtype: torch.dtype
+    _distillation_use_topk_active: bool
+
+    def get_context_parallel_group(self) -> torch.distributed.ProcessGroup: ...
+
+    def _lm_head_logits_processor(self, *tensors: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]: ...
+
+
 class MegatronBackend(Backend):
     """verl's MegatronEngine.
 
@@ -68,7 +79,7 @@ class MegatronBackend(Backend):
 
     after_not_finite = "verl's Megatron engine takes gradients that are not finite into the weights"
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: VerlMegatronEngine) -> None:
         self._engine = engine
         self.has_no_updates: bool = engine.engine_config.forward_only
         self.deterministic = bool(engine.engine_config.override_transformer_config.get("deterministic_mode"))
@@ -95,8 +106,7 @@ class MegatronBackend(Backend):
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._engine.param_dtype
-        return dtype
+        return self._engine.param_dtype
 
     @property
     def config(self) -> Any:
@@ -206,8 +216,7 @@ class MegatronBackend(Backend):
     ) -> dict[str, Any]:
         data, fused = data.copy(), self._engine.engine_config.use_fused_kernels  # as verl's engine was built
         tu.assign_non_tensor(data, use_fused_kernels=fused)
-        output: dict[str, Any] = self._engine.verls_forward_backward(data, loss_function, forward_only)
-        return output
+        return self._engine.verls_forward_backward(data, loss_function, forward_only)
 
     def gradients(self) -> Gradients:
         layers = unwrapped(self._module).decoder.layers

@@ -2,16 +2,16 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import slice_input_tensor
 
-from verl_prefix.backends.hugging_face import without_ulysses
+from verl_prefix.backends.hugging_face import VerlHFEngine, without_ulysses
 from verl_prefix.config.model import is_varlen
 from verl_prefix.engine.backend import Ranks, Replay, StockFacts
 from verl_prefix.engine.loss import LossFunction
@@ -24,6 +24,18 @@ from verl_prefix.models.vision import UNPATCHED
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
+
+
+class VerlFSDPEngine(VerlHFEngine, Protocol):
+    """verl's FSDPEngine itself."""
+
+    use_remove_padding: bool
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[Any, Any]: ...
+
+    def _gather_and_unpad_packed(self, x: torch.Tensor, pad_size: int) -> torch.Tensor: ...
+
+    def _gradient_sync_context(self, is_last_micro_batch: bool) -> AbstractContextManager[Any]: ...
 
 
 def wrong_when_sharded(model: Any, attention: str) -> str | None:
@@ -39,7 +51,7 @@ def wrong_when_sharded(model: Any, attention: str) -> str | None:
 
 
 @contextmanager
-def replaying(engine: Any, replay: Replay) -> Iterator[None]:
+def replaying(engine: VerlFSDPEngine, replay: Replay) -> Iterator[None]:
     """Context in which verl's `engine` replays the routes of its micro-batches, or records them where these have the
     flag `RECORDS`. verl does neither for FSDP. Routes are padded and cut as verl pads and cuts tokens."""
     running = SimpleNamespace(routes=None)
@@ -92,7 +104,7 @@ class FSDPStockPath:
     """The stock path of one engine.
 
     Args:
-        engine: a `PrefixEngine` over verl's engine, which has its model.
+        engine: has its model.
         ranks: the engine's.
         unfused: the user asked for verl's fused kernels, which are then off.
         replay: the engine's.
@@ -101,7 +113,7 @@ class FSDPStockPath:
         facts: what this path does with the model.
     """
 
-    def __init__(self, engine: Any, ranks: Ranks, unfused: bool, replay: Replay | None) -> None:
+    def __init__(self, engine: VerlFSDPEngine, ranks: Ranks, unfused: bool, replay: Replay | None) -> None:
         self._engine, self._ranks, self._unfused, self._replay = engine, ranks, unfused, replay
         self._leak = packing_leak(engine.module)
         attention = engine.module.config.get_text_config()._attn_implementation
@@ -132,8 +144,7 @@ class FSDPStockPath:
             towers_of_tensors(module), self._alone(data) if self.facts.wrong_when_sharded else nullcontext(),
             nullcontext() if self._replay is None else replaying(self._engine, self._replay),
         ):  # fmt: skip
-            output: dict[str, Any] = self._engine.verls_forward_backward(data, loss_function, forward_only)
-        return output
+            return self._engine.verls_forward_backward(data, loss_function, forward_only)
 
     @contextmanager
     def _alone(self, data: TensorDict) -> Iterator[None]:

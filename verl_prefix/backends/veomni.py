@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
 
@@ -21,6 +22,7 @@ from verl_prefix.config.model import is_varlen, refuse_absent_options
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built
 from verl_prefix.engine.backend import StockFacts
+from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.models import vision
 
@@ -50,6 +52,11 @@ class VeOmniBackend(HFBackend):
         engine = self._engine
         checkpointed = engine.model_config.enable_gradient_checkpointing
         return Memory.of_veomni(engine.engine_config, torch.distributed.get_world_size(), checkpointed, options)
+
+    def run_stock_path(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+    ) -> dict[str, Any]:
+        return self._engine.verls_forward_backward(data, loss_function, forward_only)
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()  # every backward reduces, as every micro-batch of VeOmniEngine.forward_backward_batch

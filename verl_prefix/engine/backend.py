@@ -1,17 +1,11 @@
-"""What `verl_prefix.engine` asks of a backend, the part that only one engine of verl knows.
-
-An engine is a class with `PrefixEngine` left of verl's own; its constructor sets `prefix_config`, lets verl's engine
-build, and ends with `set_backend`. Of verl's engine `PrefixEngine` uses `train_batch`, `forward_backward_batch` (by
-`verls_forward_backward`, which `run_stock_path` calls), `initialize`, `load_checkpoint`, `disable_adapter` and
-`model_config`; of its config `ppo_epochs`, and what `config.actor.role_of` reads; with `prefix.trace_dir` also
-`engine_config` and `optimizer_config`.
-"""
+"""What `verl_prefix.engine` asks of a backend, the part that only one engine of verl knows; and `VerlEngine`, what a
+backend asks of the engine."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -114,6 +108,31 @@ class Replay(NamedTuple):
     mode: str
     layers: int
     chosen: int
+
+
+class VerlEngine(Protocol):
+    """What every backend uses of its engine: verl's, with `PrefixEngine` left of it.
+
+    Attributes:
+        module: the model, as verl wraps it; not before verl's engine is initialized.
+    """
+
+    module: Any
+    model_config: Any
+    engine_config: Any
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup: ...
+
+    def get_data_parallel_rank(self) -> int: ...
+
+    def get_data_parallel_size(self) -> int: ...
+
+    def is_mp_src_rank_with_outputs(self) -> bool: ...
+
+    def verls_forward_backward(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+    ) -> dict[str, Any]:
+        """`PrefixEngine`'s, for the stock path."""
 
 
 class Backend(ABC):
