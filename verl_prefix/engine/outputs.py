@@ -1,6 +1,6 @@
-"""Makes verl's per-token outputs from logits of a mini-batch's tokens, and verl's rows from those.
+"""Makes verl's per-token outputs from logits of a mini-batch's tokens, and puts these outputs into verl's rows.
 
-The backend makes outputs of tokens as verl's engine does, on suffix tokens instead of rows.
+The backend calls verl's own functions, on suffix tokens instead of rows.
 """
 
 import functools
@@ -33,7 +33,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
 
 
 def flags_of(data: TensorDict) -> dict[str, bool]:
-    """verl's flags of a batch, of `FLAGS`."""
+    """Reads the `FLAGS` of a batch."""
     return {flag: bool(tu.get_non_tensor_data(data, flag, False)) for flag in FLAGS}
 
 
@@ -50,16 +50,16 @@ def is_unscaled(data: TensorDict) -> bool:
 
 
 class TokenOutputs:
-    """Outputs of a mini-batch's suffix tokens, of `Backend.output_names`.
+    """Makes outputs of a mini-batch's suffix tokens, as log-probs, and puts them into rows.
 
     Args:
         needs_masked_outputs: somebody reads outputs where response_mask is 0. Else lm_head skips those tokens.
-        last_tokens: rows' last tokens are computed too, without lm_head.
+        last_tokens: each row's last token is computed too, without lm_head.
         processor: under `distillation_use_topk`, verl's function of logits and the teacher's rows.
 
     Attributes:
         tokens: the batch as the runner computes it.
-        names: of the outputs, one column each.
+        names: of the outputs, one column each (`Backend.output_names`).
     """
 
     def __init__(
@@ -67,33 +67,53 @@ class TokenOutputs:
         processor: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         self.backend, self.rows, data = backend, rows, rows.data
-        device, config, offsets = get_device_id(), backend.config, rows.offsets
-        input_ids, position_ids = data["input_ids"], data["position_ids"]
-        pixels = tu.get(data, PIXELS) if is_vision_config(config) else None
-        if pixels is not None:
-            pixels = PixelBatch(pixels, input_ids.values().cpu(), offsets, config)
+        self._device, self._processor = get_device_id(), processor
         self._flags = flags_of(data)
         self.names = backend.output_names(self._flags)
-        is_read = None if needs_masked_outputs else self._is_read()
-        leaves_gaps = is_read is not None or rows.dead
-        fills = leaves_gaps and "log_probs" in self.names
-        self._old_log_probs = rows.at_suffixes("old_log_probs") if fills else None
+        is_read = None if needs_masked_outputs else self._mask_of_suffixes()
+        has_gaps = bool(is_read is not None or rows.dead)  # response tokens without an output, see `scatter_to_rows`
+        fills_gaps = has_gaps and "log_probs" in self.names
+        self._old_log_probs = rows.at_suffixes("old_log_probs") if fills_gaps else None
         if last_tokens:
-            is_read = torch.ones(offsets[-1], dtype=torch.bool) if is_read is None else is_read
-            is_read[torch.tensor(offsets[1:]) - 1] = False
-        records = rows.flag(RECORDS)
-        self.tokens = TokenBatch(
-            input_ids.values().to(device), position_ids.values().to(device), offsets=offsets, pixels=pixels,
+            is_read = self._without_last_tokens(is_read)
+        self.tokens = self._token_batch(is_read)
+        temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=self._device).expand(len(data))
+        self._token_temperature = temperature.repeat_interleave(data["input_ids"].offsets().diff().to(self._device))
+        self._teacher = dict[str, torch.Tensor]()
+        if self._flags["distillation_use_topk"]:
+            self._take_teacher()
+        self._offsets: dict[int, torch.Tensor] = {}  # [0, n] by n
+
+    def _mask_of_suffixes(self) -> torch.Tensor | None:
+        """Marks suffix tokens with a response_mask: [N] bool; None where all have one."""
+        mask = self.rows.at_suffixes("response_mask").bool()
+        return None if int(mask.sum()) == sum(self.rows.response_lens) else mask
+
+    def _without_last_tokens(self, is_read: torch.Tensor | None) -> torch.Tensor:
+        """Returns `is_read` (None: all are read) without each row's last token, whose output nobody reads."""
+        offsets = self.rows.offsets
+        marks = torch.ones(offsets[-1], dtype=torch.bool) if is_read is None else is_read.clone()
+        marks[torch.tensor(offsets[1:]) - 1] = False
+        return marks
+
+    def _token_batch(self, is_read: torch.Tensor | None) -> TokenBatch:
+        """Makes the batch of the runner, with its pixels, and with routes to replay or to fill."""
+        rows, data, config = self.rows, self.rows.data, self.backend.config
+        input_ids, records = data["input_ids"].values(), rows.flag(RECORDS)
+        pixels = tu.get(data, PIXELS) if is_vision_config(config) else None
+        return TokenBatch(
+            input_ids.to(self._device), data["position_ids"].values().to(self._device), offsets=rows.offsets,
+            pixels=None if pixels is None else PixelBatch(pixels, input_ids.cpu(), rows.offsets, config),
             is_read=is_read, routes=self._blank_routes() if records else rows.expert_routes, records=records,
         )  # fmt: skip
-        temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
-        self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
-        self._offsets: dict[int, torch.Tensor] = {}
-        self._processor, self._teacher = processor, dict[str, torch.Tensor]()
-        if self._flags["distillation_use_topk"]:
-            self._take_teacher(device)
 
-    def _take_teacher(self, device: Any) -> None:
+    def _blank_routes(self) -> torch.Tensor:
+        """Makes the tensor that routes are recorded into. No token has a record yet (`backend.Replay`)."""
+        replay = self.backend.replay
+        assert replay is not None
+        return torch.zeros(self.rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
+
+    def _take_teacher(self) -> None:
         """Takes the teacher's rows of suffix tokens to the device. `_teacher_rows` [N] says which of them is each
         token's. A token outside of suffixes has that of the batch's last token."""
         data, offsets = self.rows.data, self.rows.offsets
@@ -101,19 +121,8 @@ class TokenOutputs:
         places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])
         teacher_rows = torch.full((offsets[-1],), len(places) - 1)
         teacher_rows[places] = torch.arange(len(places))
-        self._teacher_rows = teacher_rows.to(device)
-        self._teacher = {name: data[name].values()[places.to(data[name].device)].to(device) for name in TEACHER}
-
-    def _is_read(self) -> torch.Tensor | None:
-        """Marks suffix tokens with a response_mask: [N] bool; None where all have one."""
-        mask = self.rows.at_suffixes("response_mask").bool()
-        return None if int(mask.sum()) == sum(self.rows.response_lens) else mask
-
-    def _blank_routes(self) -> torch.Tensor:
-        """Makes the tensor that routes are recorded into. No token has a record yet (`backend.Replay`)."""
-        replay = self.backend.replay
-        assert replay is not None
-        return torch.zeros(self.rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
+        self._teacher_rows = teacher_rows.to(self._device)
+        self._teacher = {name: data[name].values()[places.to(data[name].device)].to(self._device) for name in TEACHER}
 
     def recorded(self, plan: Plan) -> torch.Tensor:
         """Returns the routes that passes recorded, jagged [rows, tokens, layers, k] int16: a strand's in all rows that
@@ -138,14 +147,14 @@ class TokenOutputs:
             index: [n] int64, of the tokens in the batch's flat values.
             logits: [n, this rank's part of the vocabulary].
         """
-        if len(index) not in self._offsets:
-            self._offsets[len(index)] = on_device(torch.tensor([0, len(index)]), index.device)
         # A suffix token's label is the next token of its own row, which a roll of the packed row would not give. The
         # batch's last token, which pads a rank's share of tokens, has no next one: nobody reads its output.
         values = {"input_ids": self.tokens.input_ids[(index + 1).clamp(max=len(self.tokens.input_ids) - 1)]}
         values |= {name: x[self._teacher_rows[index]] for name, x in self._teacher.items()}
         # One object of offsets per n, since a jagged tensor that checkpointing makes again is equal only if its offsets
         # are the same.
+        if len(index) not in self._offsets:
+            self._offsets[len(index)] = on_device(torch.tensor([0, len(index)]), index.device)
         offsets = self._offsets[len(index)]
         jagged = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in values.items()}
         outputs = self.backend.token_outputs(
