@@ -23,6 +23,7 @@ from verl_prefix.config.engines import slices_of
 from verl_prefix.config.fsdp import PrefixActorConfig, PrefixEngineConfig
 from verl_prefix.config.model import read_hf_config
 from verl_prefix.config.options import PrefixConfig
+from verl_prefix.engine.metric_table import METRICS, REUSE, reduction_of
 from verl_prefix.models.support import check_supported
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.versions import VERL_MAIN, installed_version
@@ -499,6 +500,19 @@ def test_the_page_has_every_key_with_its_default():
     options = OmegaConf.load(folder / "prefix/options.yaml")
     said = [(key, OmegaConf.create(f"{key}: {default}")[key]) for key, default in rows]
     assert [("_target_", options._target_), *said] == list(options.items())
+
+
+def test_the_page_has_every_metric():
+    page = (Path(__file__).parents[2] / "verl_prefix/config/README.md").read_text()
+    page = page.split("\n## Metrics\n")[1].split("\nWhat changes in verl's own metrics:")[0]
+    rows = re.findall(r"^\| ([^|]*`\S+`[^|]*) \| \w", page, flags=re.M)
+    (phases,) = re.findall(r"`timing_s/prefix_{(\S+)}`", page)
+    said = [f"prefix/{name}" for names in rows for name in re.findall(r"`(\S+?)`", names)]
+    said += [f"timing_s/prefix_{phase}" for phase in phases.split(",")]
+    reported = [name for name, reduction in METRICS.items() if reduction.is_reported]
+    assert sorted(said) == sorted([*reported, REUSE])
+    with pytest.raises(ValueError, match="prefix/wavse is no metric"):
+        reduction_of("prefix/wavse")
 
 
 def test_misspelt_prefix_key_is_named():

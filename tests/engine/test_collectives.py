@@ -29,7 +29,7 @@ ELSEWHERE = {
     "FSDPStockPath._alone": "engine/test_sequence_parallel.py",
     "FSDPStockPath._separate_rows": "engine/test_recurrent_engine.py",
     "MegatronBackend.gradients": "backends/test_megatron.py",
-    "Planner.__init__": "engine/test_faults.py",
+    "Planner._new_chooser": "engine/test_faults.py",
     "PrefixEngine._take_stock_path": "engine/test_exchange.py",  # under gate_shut
     "PrefixEngine.initialize": "engine/test_recurrent_engine.py",
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
@@ -115,7 +115,7 @@ def _walk(models: dict, rows: str, has_outputs: bool) -> tuple[list, list[str], 
     try:
         with engine.eval_mode(disable_auto_offload=True):
             log_probs = engine.infer_batch(data.copy())
-            with mock.patch.object(engine._planner, "always", WhyStock("asked for")):
+            with mock.patch.object(engine._planner, "why_stock", lambda batch, loss: WhyStock("asked for")):
                 engine.infer_batch(data.copy())
         with engine.train_mode(disable_auto_offload=True):
             loss = _loss({"policy_loss": {"loss_mode": "bypass_mode"}})  # which needs a token

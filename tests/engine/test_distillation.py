@@ -13,6 +13,7 @@ from torch.distributed import all_reduce, get_rank, get_world_size
 from whole_tensors import whole
 
 from verl_prefix.engine import grouping, outputs
+from verl_prefix.engine.dead_rows import find_dead
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.testing import write_tiny_model
@@ -360,7 +361,7 @@ def test_a_loss_that_is_not_verls_own_is_shared_where_its_logits_are(ranks, mode
 def _refuses(models: dict) -> str:
     options = {"entropy_coeff": 0.0, "distillation": ONLY}
     with pytest.raises(ValueError, match="a loss that is not verl's own of policies") as error:
-        Loss(distillation_loss(options)).find_dead(BatchRows(_batch(0, VOCAB, options)))
+        find_dead(Loss(distillation_loss(options)), BatchRows(_batch(0, VOCAB, options)))
     return str(error.value)
 
 

@@ -389,7 +389,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     from verl.workers.config import TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    from verl_prefix.engine import prefix_engine, step_metrics
+    from verl_prefix.engine import metric_table, prefix_engine
     from verl_prefix.engine.planner import WhyStock
 
     torch.manual_seed(0)
@@ -407,10 +407,9 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     data = tu.index_select_tensor_dict(data, order)
     for name in ("use_dynamic_bsz", "micro_batch_size_per_gpu"):
         del data[name]
-    always, worker.engine._planner.always = worker.engine._planner.always, WhyStock("a test")
     tu.assign_non_tensor(data, compute_loss=False)
-    worker.infer_batch(data.copy())
-    worker.engine._planner.always = always
+    with mock.patch.object(worker.engine._planner, "why_stock", lambda batch, loss: WhyStock("a test")):
+        worker.infer_batch(data.copy())
     tu.assign_non_tensor(data, num_mini_batch=2, dataloader_kwargs={"shuffle": False})
     seen, plan_metrics = [], prefix_engine.plan_metrics
 
@@ -436,7 +435,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     (wanted["prefix/tokens_saved"],) = ranks.sum_over_ranks([tokens - computed])
     tokens, wanted["prefix/log_prob_stock_rows"] = ranks.sum_over_ranks([tokens, sum(uid != PAD for uid, *_ in rows)])
     wanted["prefix/reuse_fraction"] = wanted["prefix/tokens_saved"] / tokens
-    del wanted["prefix/offloaded_gib"], wanted[step_metrics.GROUP_TOKENS]  # which is not reported
+    del wanted["prefix/offloaded_gib"], wanted[metric_table.GROUP_TOKENS]  # which is not reported
     wanted["prefix/tree_depth"] = wanted["prefix/pass_depth"] = 1.0
     assert wanted["prefix/groups"] > torch.distributed.get_world_size() and wanted["timing_s/prefix_packed"] > 0
     return {name: float(abs(found.get(name, torch.inf) - value) / max(value, 1e-9)) for name, value in wanted.items()}
@@ -618,7 +617,7 @@ def _named(models: dict, uid: str) -> dict[str, float]:
 def _told_of_trees(models: dict, kind: str, over: str = "uid") -> tuple[list[str], float]:
     """What two passes of log-probs and an update say, and the tokens that the update computes: of rows of turns, or of
     five prompts which begin with the same message, or not."""
-    from verl_prefix.engine import step_metrics
+    from verl_prefix.engine import sharing_advice
 
     groups = {"groups": [(uid, 60, [4, 6], kind) for uid in "abcde"]}
     options = {"turns": True} if kind == "turns" else groups | {"turns": False}
@@ -627,7 +626,7 @@ def _told_of_trees(models: dict, kind: str, over: str = "uid") -> tuple[list[str
     engine = _engine("prefix", models["qwen3"], options)
     data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
     data["multi_modal_inputs"] = np.array([{}] * len(data), dtype=object)  # as verl's v1 trainer has it of text
-    with mock.patch.object(step_metrics.logger, "warning", lambda text, *values: told.append(text % values)):
+    with mock.patch.object(sharing_advice.logger, "warning", lambda text, *values: told.append(text % values)):
         with engine.eval_mode():
             for _ in range(2):
                 engine.infer_batch(data.copy())
@@ -778,7 +777,7 @@ def _reasons_for_stock(models: dict) -> list[str]:
     groups = [Group.of_prompt((row,), 10, (5,)) for row in range(len(data))]
     plan = functools.partial(engine._planner.plan, BatchRows(data), groups)
     plans = [plan(forward_only, set()) for forward_only in (False, True, False)]
-    return [why.reason for why, _ in plans]
+    return [why.reason for why in plans]
 
 
 def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
@@ -793,9 +792,9 @@ def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
     data, plans = _batch(0, engine.model_config.hf_config.vocab_size, options | groups), []
     run_plan = engine.run_plan
 
-    def seen(rows, groups, plan, *args, **more):
-        plans.append(plan)
-        return run_plan(rows, groups, plan, *args, **more)
+    def seen(rows, groups, path, *args, **more):
+        plans.append(path.plan)
+        return run_plan(rows, groups, path, *args, **more)
 
     with (
         mock.patch.object(planner.logger, "warning", lambda text, *values: said.append(text % values)),
@@ -803,7 +802,8 @@ def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
         engine.train_mode(disable_auto_offload=True),
     ):
         for _ in range(2):
-            engine.train_batch(data.copy(), _loss(options))
+            metrics = engine.train_batch(data.copy(), _loss(options))["metrics"]
+    assert plans[-1].waves and metrics["timing_s/prefix_phase_b"][0] > 0
     return said, len(plans[-1].phased)
 
 
@@ -951,16 +951,17 @@ def test_lengths_that_verls_loss_reads_stay_with_the_host(monkeypatch, padded):
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import no_padding_2_padding
 
-    from verl_prefix.engine import loss
+    from verl_prefix.engine import pass_results
+    from verl_prefix.engine.loss import Loss
 
     data = _batch(0, 97, {"padded": padded})
     tu.assign_non_tensor(data, sp_size=1)
-    monkeypatch.setattr(loss, "get_device_id", lambda: "meta")
+    monkeypatch.setattr(pass_results, "get_device_id", lambda: "meta")
     monkeypatch.setattr("tensordict.base._get_available_device_type", lambda: None)  # none is waited for
     outputs = torch.empty(sum(data["input_ids"].offsets().diff()[:3].tolist()), device="meta")
-    assert no_padding_2_padding(outputs, loss.Loss(_loss({})).micro_batch(data, [0, 1, 2])).is_meta
+    assert no_padding_2_padding(outputs, pass_results.micro_batch_of(Loss(_loss({})), data, [0, 1, 2])).is_meta
     with pytest.raises(RuntimeError, match="meta"):
-        no_padding_2_padding(outputs, loss.Loss(lambda **_: None).micro_batch(data, [0, 1, 2]))
+        no_padding_2_padding(outputs, pass_results.micro_batch_of(Loss(lambda **_: None), data, [0, 1, 2]))
 
 
 def test_counts_and_seconds_are_those_of_a_step(results):

@@ -229,7 +229,7 @@ def _torn(engine, rank: int, world: int) -> tuple[dict[str, float], list[str]]:
 
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("verl_prefix.engine.step_metrics")
+    logger = logging.getLogger("verl_prefix.engine.sharing_advice")
     logger.addHandler(handler)
     data = scattered(rank, world, engine.model_config.hf_config.vocab_size, CASES["turns"])
     uids = [uid if uid in ("a", "b", "c", "d") else PAD for uid in tu.get(data, "uid")]

@@ -592,14 +592,15 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
     from verl_prefix.config.options import PrefixConfig
     from verl_prefix.engine.exchange import Exchange
     from verl_prefix.engine.grouping import TreeRule
+    from verl_prefix.engine.metric_table import GROUP_TOKENS
     from verl_prefix.engine.rows import BatchRows
-    from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
+    from verl_prefix.engine.step_metrics import StepMetrics
 
     def said(*batches: tuple[int, ...]) -> list[str]:
         """Of log-probs and then updates, two of them a step: tokens of groups, rows of 101 tokens, and groups, where
         not three. One prompt of three lies in both."""
         caplog.clear()
-        ranks = SimpleNamespace(sum_over_ranks=list, max_over_ranks=list, copies=1)
+        ranks = SimpleNamespace(sum_over_ranks=list, max_over_ranks=list, copies=1, stages=1)
         metrics = StepMetrics(SimpleNamespace(ranks=ranks, has_no_updates=True), PrefixConfig(), epochs=1)
         for i, (tokens, rows, *groups) in enumerate(batches):
             ids = torch.nested.as_nested_tensor([torch.full([101], i)] * rows, layout=torch.jagged)

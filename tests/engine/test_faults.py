@@ -154,8 +154,8 @@ def _room(path: str) -> dict[bool, list[bool]]:
             mock.patch.multiple(torch.cuda, get_device_name=lambda: "GPU", **zeros),
             mock.patch.object(torch.cuda, "mem_get_info", side_effect=[(free, 0), (free - 1, 0)]),
         ):
-            device = headroom.Headroom(engine.backend)
-            found[forward_only] = [device.fits(engine._planner.costs, stock) for _ in range(2)]
+            device = headroom.Headroom(engine.backend, engine._planner._costs)
+            found[forward_only] = [device.fits(stock) for _ in range(2)]
     return found
 
 
@@ -354,7 +354,9 @@ ATTENTION = [1.0, 1.0, 0.0, 0.0]
 
 def _two_ranks(others: list[float]) -> SimpleNamespace:
     """MOCK: a backend of one of two ranks, of which the other says `others`."""
-    ranks = SimpleNamespace(max_over_ranks=lambda values: [max(pair) for pair in zip(values, others, strict=True)])
+    ranks = SimpleNamespace(
+        max_over_ranks=lambda values: [max(pair) for pair in zip(values, others, strict=True)], stages=1
+    )
     return SimpleNamespace(ranks=ranks, gradient_bytes=lambda: 4.0)
 
 
@@ -369,15 +371,15 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
     others = [*NOTHING]
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**60)
-    updates = headroom.Headroom(_two_ranks(others))
     shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
     costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
+    updates = headroom.Headroom(_two_ranks(others), costs)
 
     def kept(plan, free=None) -> bool:
         """In an update behind which that much is free."""
         with updates.update():
-            found = updates.choose_memory(plan, costs, option, logits_once=False).attention_kept
+            found = updates.choose_memory(plan, option, logits_once=False).attention_kept
             if free is not None:
                 monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
         return found
@@ -407,10 +409,10 @@ def test_what_another_engine_takes_between_updates_is_no_room(monkeypatch):
     monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held[0])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**60)
-    updates = headroom.Headroom(_two_ranks(NOTHING))
     shape = ModelShape(2e6, 0.0, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0)
     memory = Memory(ranks=2, checkpointed=True, no_sync=False, logits_chunk=4096, offload=False)
     costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
+    updates = headroom.Headroom(_two_ranks(NOTHING), costs)
     plan = make_plan([Group.of_prompt((0, 1), 300, (20, 30))], 400, "phased")
     needs = peak_bytes(shape, plan, (), dataclasses.replace(memory, attention_kept=True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * needs, 0))
@@ -418,7 +420,7 @@ def test_what_another_engine_takes_between_updates_is_no_room(monkeypatch):
     for now in (100, 100, 100 + int(2 * needs), 100):
         held[0] = now
         with updates.update():
-            kept.append(updates.choose_memory(plan, costs, "auto", logits_once=False).attention_kept)
+            kept.append(updates.choose_memory(plan, "auto", logits_once=False).attention_kept)
             held[0] = 104
     assert kept == [False, True, False, True]
 
@@ -437,13 +439,13 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
         """Whether attention and all logits are kept, behind an update that left so many times what both need."""
         costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
         costs = dataclasses.replace(costs, **changed)
-        updates = headroom.Headroom(_two_ranks(others))
+        updates = headroom.Headroom(_two_ranks(others), costs)
         most = dataclasses.replace(memory, attention_kept=checkpointed, all_logits=True)
         free = factor * peak_bytes(shape, plan, (), most) - peak_bytes(shape, plan, (), memory)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
         for _ in range(2):
             with updates.update():
-                kept = updates.choose_memory(plan, costs, "auto", logits_once)
+                kept = updates.choose_memory(plan, "auto", logits_once)
         assert kept.chunk == (sys.maxsize if kept.all_logits else costs.memory.logits_chunk or 4096)
         return kept.attention_kept, kept.all_logits
 
@@ -479,8 +481,8 @@ def test_ranks_of_nodes_that_differ_reach_the_same_collective_and_keep_the_same(
             said.extend(map(float, values))
             return [max(pair) for pair in zip(said, others or said, strict=True)]
 
-        backend = SimpleNamespace(ranks=SimpleNamespace(max_over_ranks=max_over_ranks))
-        return said, headroom.Headroom(backend).choose_memory(plan, costs, "auto", logits_once)
+        backend = SimpleNamespace(ranks=SimpleNamespace(max_over_ranks=max_over_ranks, stages=1))
+        return said, headroom.Headroom(backend, costs).choose_memory(plan, "auto", logits_once)
 
     (with_it, kept), (without, _) = choose(True), choose(False)
     assert kept.all_logits and len(with_it) == len(without) > 0

@@ -14,7 +14,8 @@ from whole_tensors import whole
 
 from verl_prefix.config.actor import LOSSES_OF_ROWS, MULTIPLES_OF_ADVANTAGE
 from verl_prefix.core.groups import Group, leave_out
-from verl_prefix.engine import loss as losses
+from verl_prefix.engine import dead_rows
+from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import RankError
 from verl_prefix.testing import write_tiny_model
@@ -151,16 +152,16 @@ def _wrong(models: dict, kind: str) -> tuple[float, list[str]]:
     options = {"schedule": "packed", "dead": ("b", "e"), "skip_zero_advantage": True}
     if kind == "dro":
         options["policy_loss"] = {"loss_mode": "dro", "dro_beta": 0.5}
-        wrong = mock.patch.object(losses, "gradient_without_advantage", lambda config: "")
+        wrong = mock.patch.object(dead_rows, "gradient_without_advantage", lambda config: "")
     elif kind == "a live group":
-        real = losses.Loss.find_dead
+        real = dead_rows.find_dead
         wrong = mock.patch.object(
-            losses.Loss, "find_dead", lambda self, rows: real(self, rows) | _named(rows.data, ("a", "f"))
+            dead_rows, "find_dead", lambda loss, rows: real(loss, rows) | _named(rows.data, ("a", "f"))
         )
     else:  # one row of the last rank
-        real = losses.Loss.find_dead
+        real = dead_rows.find_dead
         wrong = mock.patch.object(
-            losses.Loss, "find_dead", lambda self, rows: real(self, rows) | _named(rows.data, ("f",))
+            dead_rows, "find_dead", lambda loss, rows: real(loss, rows) | _named(rows.data, ("f",))
         )
     stock, said = _updates("fsdp2", models["qwen3"], options), []
     with wrong:
@@ -194,10 +195,12 @@ def _gradients(models: dict) -> dict[str, list[bool]]:
             options = {"entropy_coeff": 0.0, "policy_loss": {"loss_mode": mode, "dro_beta": 0.5}} | more
             data = _batch(get_rank(), 200, options | {"dead": ("a", "b")})
             tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=100)
-            loss, dead = losses.Loss(_loss(options)), sorted(_named(data, ("a", "b")))
+            loss, dead = Loss(_loss(options)), sorted(_named(data, ("a", "b")))
             live = [row for row in range(len(data)) if row not in dead]
             several = (dead, live, [*dead, *live], live[:1])
-            found[mode + "".join(more)] = [loss.has_gradient(BatchRows(data), rows, None) for rows in several]
+            found[mode + "".join(more)] = [
+                dead_rows.has_gradient(loss, BatchRows(data), rows, None) for rows in several
+            ]
     return found
 
 
@@ -239,12 +242,12 @@ def test_a_loss_that_cannot_is_refused_and_what_needs_every_row_gets_it(ranks, m
 def _one_rank_fails(models: dict) -> str:
     engine = SHARED("prefix", models["qwen3"], PACKED)
 
-    def fails(loss: losses.Loss, rows: BatchRows) -> frozenset[int]:
+    def fails(loss: Loss, rows: BatchRows) -> frozenset[int]:
         raise ValueError("injected")
 
     with pytest.MonkeyPatch.context() as patch, engine.train_mode(disable_auto_offload=True):
         if get_rank() == 0:
-            patch.setattr(losses.Loss, "find_dead", fails)
+            patch.setattr(dead_rows, "find_dead", fails)
         with pytest.raises((ValueError, RankError)) as raised:
             engine.forward_backward_batch(_batch(get_rank(), 200, PACKED), _loss(PACKED))
     return str(raised.value)

@@ -190,14 +190,14 @@ def test_tokens_of_turns_are_shown_and_trees_must_save_some(
 ) -> None:
     """As the engine says them in the prefix arm's log, on its first rank."""
     from verl_prefix.config.options import PrefixConfig
-    from verl_prefix.engine.step_metrics import StepMetrics
+    from verl_prefix.engine.sharing_advice import SharingAdvice
 
     backend = SimpleNamespace(ranks=SimpleNamespace(copies=1), has_no_updates=False)
 
     def said(off: int, uid: int) -> str:
         caplog.clear()
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-        StepMetrics(backend, PrefixConfig(), epochs=1)._warn_of_trees(9000, off, uid, 1900)
+        SharingAdvice(backend, PrefixConfig())._tell_of_trees(9000, off, uid, 1900)
         return caplog.text
 
     status, text, report = run(turns=4, log=said(6000, 2000))

@@ -42,6 +42,7 @@ CORE = (
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",
     "engine/rows.py", "engine/grouping.py", "engine/outputs.py", "engine/pass_results.py", "engine/loss.py",
+    "engine/dead_rows.py",
     "core/forward.py", "core/kernels/cpu.py",
 ]  # fmt: skip
 TOGETHER = [
@@ -107,6 +108,7 @@ TESTS = {
     "tests/engine/test_sequence_parallel.py",
     "models/": f"tests/core/test_runner.py tests/api {FAMILIES}what_a_layer_asks_for_and_would_not_get_is_refused",
     "engine/pass_results": "tests/engine/test_faults.py tests/engine/test_engine_equivalence.py",
+    "engine/dead_rows": "tests/engine/test_zero_advantage.py",
     "engine/outputs": "tests/engine/test_engine_equivalence.py",
     "engine/": "tests/engine/test_exchange_rows.py tests/engine/test_exchange.py",
 }  # fmt: skip

@@ -24,6 +24,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
 from verl_prefix.core.groups import Group
+from verl_prefix.engine import dead_rows
 from verl_prefix.engine.backend import Backend, Ranks
 from verl_prefix.engine.carried_pixels import PIXELS, receive_pixels
 from verl_prefix.engine.grouping import TreeRule, group_rows
@@ -84,14 +85,14 @@ def open_exchange(
     Args:
         option: `prefix.exchange`.
         tree_rule: what rows share besides whole prompts.
-        skips_dead: dead rows are found (`Loss.find_dead`), and cost nothing where rows are placed.
+        skips_dead: dead rows are found (`dead_rows`), and cost nothing where rows are placed.
 
     Raises:
         RankError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
     if skips_dead:  # for the costs by which rows are placed
         with together("finding rows without gradient"):
-            batch = batch.with_dead(loss.find_dead(batch))
+            batch = batch.with_dead(dead_rows.find_dead(loss, batch))
     computed, metrics = batch, dict[str, float]()
     moves: Moves | None = None
     if _rows_may_travel(backend.ranks, option, loss):
@@ -104,7 +105,7 @@ def open_exchange(
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
         if skips_dead:  # again, since rows that arrive bring no mark
-            computed = computed.with_dead(loss.find_dead(computed))
+            computed = computed.with_dead(dead_rows.find_dead(loss, computed))
         if moves is None:
             share_pixels(computed.pixels)
         is_cut = moves.is_cut if moves else tree_rule.cuts_rows(computed.uids, computed.keys)

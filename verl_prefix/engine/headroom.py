@@ -11,6 +11,7 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.cost import ROOM_FACTOR, Memory, PassCost, may_have_all_logits, may_keep_attention, peak_bytes
 from verl_prefix.auto.cost_model import CostModel
+from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 
@@ -19,63 +20,71 @@ _KEPT = (True, True), (True, False), (False, True), (False, False)
 
 
 class Headroom:
-    """The memory that this rank's device has left, by which an engine decides.
+    """The memory that this rank's device has left, by which an engine decides. Without CUDA nobody knows it, and all
+    fits."""
 
-    Attributes:
-        is_known: False without CUDA, where all fits.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.is_known = get_device_name() == "cuda"
+    def __init__(self, backend: Backend, costs: CostModel) -> None:
+        self._backend, self._costs = backend, costs
+        self._is_known = get_device_name() == "cuda"
+        self._peak_meter = Meter()  # the last one that was to measure a peak
         # Bytes that an update may add, by the updates before it; None: there was none.
-        self._room: float | None = None if self.is_known else math.inf
+        self._room: float | None = None if self._is_known else math.inf
         self._allocated_after_last = 0  # bytes that the process held after the last update
         self._largest_added = self._added_now = 0.0  # what the largest and the present update add, by estimate
 
-    def fits(self, costs: CostModel, passes: Sequence[PassCost]) -> bool:
+    def fits(self, passes: Sequence[PassCost]) -> bool:
         """Whether passes of the stock path fit this rank: as an update, or as log-probs in an engine without updates.
         The chooser takes the worst of all ranks."""
-        if not self.is_known:
+        if not self._is_known:
             return True
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + cached - self._backend.gradient_bytes()
-        return peak_bytes(costs.shape, None, passes, costs.memory, self._backend.has_no_updates) <= free
+        shape, least = self._costs.shape, self._costs.memory
+        return peak_bytes(shape, None, passes, least, self._backend.has_no_updates) <= free
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Context of an optimizer step with its passes, after which room is measured: free device memory, and of what
-        the allocator caches as much as the largest update added, since the next update takes that from the cache."""
+        """Context of an optimizer step with its passes. After it room is measured: free device memory plus the
+        allocator's cache. Of the cache at most as many bytes count as the largest update added, which the next update
+        takes from there."""
         self._added_now = 0.0
         yield
-        if self._added_now and self.is_known:
+        if self._added_now and self._is_known:
             self._largest_added = max(self._largest_added, self._added_now)
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             room = torch.cuda.mem_get_info()[0] + min(self._largest_added, cached)
             self._room = room if self._room is None else min(self._room, room)
             self._allocated_after_last = torch.cuda.memory_allocated()
 
-    def choose_memory(self, plan: Plan, costs: CostModel, option: str, logits_once: bool) -> Memory:
+    def new_meter(self) -> Meter:
+        """Makes what measures an update. It measures the peak of waves, too, until an update has had waves: this resets
+        the peak that verl logs (perf/max_memory_allocated_gb)."""
+        if self._is_known and not self._peak_meter.phase_b_peak:
+            self._peak_meter = Meter(measure_peak=True)
+            return self._peak_meter
+        return Meter()
+
+    def choose_memory(self, plan: Plan, option: str, logits_once: bool) -> Memory:
         """Decides what this update keeps, the same on every rank: the most of `_KEPT` that all ranks may keep and have
-        room for. Every rank calls it. A rank reaches the collective also where it may keep nothing, since `logits_once`
-        follows from packages and environment variables, in which nodes may differ.
+        room for. Every rank calls it. A rank that may keep nothing reaches the collective, too: other nodes may have
+        other packages and environment variables, from which `logits_once` follows.
 
         Args:
             plan: this rank's.
             option: `prefix.keep_attention`.
             logits_once: `Backend.reads_logits_once`.
         """
-        shape, least = costs.shape, costs.memory
+        shape, least, ranks = self._costs.shape, self._costs.memory, self._backend.ranks
         attention = may_keep_attention(shape, least.checkpointed, option)
         all_logits = may_have_all_logits(shape, least.logits_chunk, logits_once)
-        may = set(product({attention, False}, {all_logits, False})) if least.stages == 1 else set[tuple[bool, bool]]()
+        may = set(product({attention, False}, {all_logits, False})) if ranks.stages == 1 else set[tuple[bool, bool]]()
         room = self._room or 0.0
-        if self.is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
+        if self._is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
             room -= max(0, now - self._allocated_after_last)
         choices = [replace(least, attention_kept=kept, all_logits=logits) for kept, logits in _KEPT]
         adds = [peak_bytes(shape, plan, (), memory) for memory in choices]
         lacks = [not (kept in may and ROOM_FACTOR * added <= room) for kept, added in zip(_KEPT, adds, strict=True)]
-        chosen = self._backend.ranks.max_over_ranks([*lacks[:-1], False]).index(False)  # to keep nothing takes no room
+        chosen = ranks.max_over_ranks([*lacks[:-1], False]).index(False)  # to keep nothing takes no room
         self._added_now = adds[chosen]
         return choices[chosen]

@@ -1,4 +1,4 @@
-"""The loss of a pass: verl's own, of which we know what it reads, or a user's; and its metrics, which ranks average."""
+"""The loss of a mini-batch: verl's own, of which we know what it reads, or a user's."""
 
 import functools
 import logging
@@ -10,12 +10,10 @@ import torch
 from tensordict import TensorDict
 from verl.trainer.distillation.losses import distillation_ppo_loss, get_distillation_loss_fn
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss, value_loss
 
-from verl_prefix.config.actor import LOSSES_OF_ROWS, SKIP_ZERO_ADVANTAGE, gradient_without_advantage
-from verl_prefix.engine.rows import BatchRows, select_rows
+from verl_prefix.config.actor import LOSSES_OF_ROWS
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -65,8 +63,8 @@ def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind
     mode: str = config.policy_loss.get("loss_mode", "vanilla")
     parts = [(get_policy_loss_fn(mode), get_policy_loss_fn)]
     if distills:
-        of_tokens = function.keywords["distillation_config"].distillation_loss.loss_mode
-        parts.append((get_distillation_loss_fn(of_tokens), get_distillation_loss_fn))
+        token_mode = function.keywords["distillation_config"].distillation_loss.loss_mode
+        parts.append((get_distillation_loss_fn(token_mode), get_distillation_loss_fn))
     is_verls = all(part.__module__ == verls.__module__ for part, verls in parts)  # a user's may have verl's name
     if mode not in LOSSES_OF_ROWS or not is_verls:
         return unknown
@@ -75,6 +73,18 @@ def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind
     read |= {"ref_log_prob"} if config.use_kl_loss else set()
     read |= {"teacher_logprobs"} if distills else set()
     return LossKind(read, sums_rows=True, distills=distills, needs_a_token=distills or mode == "bypass_mode")
+
+
+class PassLoss(NamedTuple):
+    """What a loss function says of one pass.
+
+    Attributes:
+        loss: a scalar.
+        metrics: by name; None: the loss was not asked, and has none.
+    """
+
+    loss: torch.Tensor
+    metrics: dict[str, Any] | None
 
 
 class Loss:
@@ -119,58 +129,6 @@ class Loss:
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
-    def find_dead(self, rows: BatchRows) -> frozenset[int]:
-        """Returns the numbers of dead rows: where response_mask is 1 their advantages are 0, so that they have no loss
-        and no gradient. No row is dead where anything is not finite, or where outputs are wanted back.
-
-        Raises:
-            ValueError: rows without advantage have a gradient in this loss.
-        """
-        why = "a loss that is not verl's own of policies; use verl's"
-        if isinstance(self.function, functools.partial) and self.kind.sums_rows and not self.kind.distills:
-            why = gradient_without_advantage(self.function.keywords["config"])
-        if why:
-            raise ValueError(
-                f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that have a gradient under {why}, or set "
-                f"{SKIP_ZERO_ADVANTAGE}=False"
-            )
-        data = rows.data
-        if rows.flag("return_model_output") or self.needs_masked_outputs(data):
-            return frozenset()
-        pairs = zip(data["advantages"].unbind(), data["response_mask"].unbind(), strict=True)
-        lives = [(advantages * mask).any() for advantages, mask in pairs]
-        return frozenset(row for row, live in enumerate(map(bool, lives)) if not live)
-
-    def has_gradient(self, rows: BatchRows, numbers: list[int], process_group: Any) -> bool:
-        """Whether verl's loss of the rows with these `numbers` has a gradient in any of their outputs. No model runs.
-        The loss is computed of eight rows at a time, twice: with log-probs equal to the old ones, where nothing is
-        clipped, and 0.1 above these. Each rank stops at its first rows with a gradient: these losses have no
-        collectives."""
-        for start in range(0, len(numbers), 8):
-            batch = rows.select(numbers[start : start + 8])
-            micro_batch = self.micro_batch(batch.data, [*range(len(batch))])
-            old = batch.at_suffixes("old_log_probs").to(get_device_id())
-            for shift in (0.0, 0.1):
-                values = {"log_probs": (old + shift).requires_grad_(), "entropy": (0 * old).requires_grad_()}
-                offsets = micro_batch["input_ids"].offsets()
-                outputs = {n: torch.nested.nested_tensor_from_jagged(x, offsets) for n, x in values.items()}
-                loss, *_ = self(outputs, micro_batch, process_group)
-                gradients = torch.autograd.grad(loss, [*values.values()], allow_unused=True)
-                if any(gradient is not None and gradient.any() for gradient in gradients):
-                    return True
-        return False
-
-    def micro_batch(self, data: TensorDict, numbers: list[int]) -> TensorDict:
-        """Takes the rows of one pass to the device. verl's own loss reads some tensors row by row, for their lengths
-        alone (no_padding_2_padding). These stay on the host, or the device would be idle for some 0.1 ms a row."""
-        on_host = select_rows(data, numbers)
-        micro_batch = on_host.to(get_device_id())
-        if self.kind.sums_rows:
-            micro_batch.clear_device_()
-            for name in {"prompts", "responses", "attention_mask"} & set(micro_batch.keys()):
-                micro_batch[name] = on_host[name]
-        return micro_batch
-
     def for_stock(self) -> LossFunction | None:
         """Returns the function as the stock path calls it. verl's would raise where no token of a micro-batch counts,
         as in one of padding alone. Then the loss is 0, and its metrics are `neutral`, since every micro-batch must have
@@ -194,23 +152,20 @@ class Loss:
 
         return or_zero
 
-    def __call__(
-        self, model_output: Mapping[str, torch.Tensor], data: TensorDict, process_group: Any
-    ) -> tuple[torch.Tensor, dict[str, Any], bool]:
-        """Computes the loss and the metrics of a pass, and says whether there are metrics. Where verl's loss would
-        raise, since no token counts, there are none, and the loss is 0 (`pass_results`).
+    def __call__(self, model_output: Mapping[str, torch.Tensor], data: TensorDict, process_group: Any) -> PassLoss:
+        """Computes the loss of a pass. Where no token counts and verl's loss would raise, it is 0, without metrics.
 
         Args:
-            model_output: of its rows, jagged [rows, tokens] by name.
-            data: its rows, as `micro_batch` takes them.
+            model_output: outputs of the pass's rows, jagged [rows, tokens] by name.
+            data: the pass's rows, on the device (`pass_results.micro_batch_of`).
             process_group: the ranks that compute data in parallel.
         """
         output = next(iter(model_output.values()))
         if self.function is None:
-            return torch.ones((), device=output.device), {}, True
+            return PassLoss(torch.ones((), device=output.device), {})
         if not self.kind.needs_a_token or data["response_mask"].any():
-            return *self.function(model_output=model_output, data=data, dp_group=process_group), True
-        return 0.0 * output.values().sum(), {}, False
+            return PassLoss(*self.function(model_output=model_output, data=data, dp_group=process_group))
+        return PassLoss(0.0 * output.values().sum(), None)
 
 
 def neutral(metric: Metric) -> Metric:

@@ -20,7 +20,8 @@ _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
 
 
 def _advice(role: str, options: PrefixConfig, keeps: Memory | None, forward_only: bool) -> tuple[str, dict[str, str]]:
-    """How a role checkpoints its layers, and what to set where a phase had the error, beside `options`."""
+    """Returns the setting by which a role checkpoints its layers; and, for each phase that may have had the error, what
+    to set beside `options`."""
     model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
     checkpoints = f"set {model}.enable_gradient_checkpointing=True"
     if keeps and keeps.division:
@@ -57,7 +58,7 @@ def out_of_memory_advice(
 
     Args:
         keeps: what the passes keep; None: nobody knows.
-        role: the engine's, as of `config.actor.role_of`.
+        role: the engine's, a key that `config.actor.role_of` returns.
         options: the engine's; None: the defaults.
     """
     try:

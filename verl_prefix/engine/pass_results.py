@@ -1,11 +1,14 @@
-"""Results of a mini-batch's passes: verl's outputs, losses and metrics, by pass."""
+"""Results of a mini-batch's passes: verl's outputs, losses and metrics, joined as verl joins its micro-batches'."""
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.utils import postprocess_batch_func
 
@@ -14,16 +17,39 @@ from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.pass_notes import current_pass
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.loss import Loss, neutral
+from verl_prefix.engine.loss import Loss, PassLoss, neutral
 from verl_prefix.engine.outputs import TEACHER, TokenOutputs
 from verl_prefix.engine.rows import ROUTES, BatchRows, select_rows
 
 logger = logging.getLogger(__name__)
 
 
+class _PassRows(NamedTuple):
+    """The rows of a pass, and their outputs.
+
+    Attributes:
+        numbers: of all rows.
+        model_output: of all rows, jagged [rows, tokens] by name.
+        for_loss: the rows that the loss gets, on the device.
+        output_for_loss: their outputs.
+    """
+
+    numbers: list[int]
+    model_output: dict[str, torch.Tensor]
+    for_loss: TensorDict
+    output_for_loss: dict[str, torch.Tensor]
+
+
 class _Result(NamedTuple):
-    """What a pass left: the numbers of its rows, its output as verl wants it, whether all of that was finite ([] bool),
-    where it ran, and whether its metrics count."""
+    """What a pass left.
+
+    Attributes:
+        numbers: of its rows.
+        output: as verl wants it.
+        finite: whether loss, outputs, and all that the loss read was finite, [] bool.
+        where: the pass, for the log.
+        metrics_count: whether the loss made metrics, of more than hidden padding.
+    """
 
     numbers: list[int]
     output: dict[str, Any]
@@ -32,18 +58,29 @@ class _Result(NamedTuple):
     metrics_count: bool
 
 
+def micro_batch_of(loss: Loss, data: TensorDict, numbers: Sequence[int]) -> TensorDict:
+    """Takes the rows of one pass to the device. verl's own loss reads some tensors row by row, for their lengths alone
+    (no_padding_2_padding). These stay on the host, or the device would be idle for some 0.1 ms a row."""
+    on_host = select_rows(data, numbers)
+    micro_batch = on_host.to(get_device_id())
+    if loss.kind.sums_rows:
+        micro_batch.clear_device_()
+        for name in {"prompts", "responses", "attention_mask"} & set(micro_batch.keys()):
+            micro_batch[name] = on_host[name]
+    return micro_batch
+
+
 class PassResults:
     """Results of a mini-batch's passes, which the runner hands to `step`.
 
     Args:
         rows: the mini-batch's, on this rank.
-        hides_padding: the loss does not get rows of padding, since its metrics are means over rows (verl#7771). A pass
-            of padding alone still calls it, so that each rank has metrics; they are dropped where this rank has
+        hides_padding: rows of padding are kept from the loss, whose metrics are means over rows (verl#7771). A pass of
+            padding alone still calls the loss, so that every rank has metrics. They are dropped if this rank has
             others.
-        last_tokens: of `TokenOutputs`.
+        last_tokens: see `TokenOutputs`.
 
     Attributes:
-        returns_outputs: whether outputs of rows are wanted, on every rank or on none.
         token_outputs: what makes outputs of tokens, then of rows.
     """
 
@@ -54,44 +91,50 @@ class PassResults:
         is_topk = loss.kind.sums_rows and rows.flag("distillation_use_topk")
         self._data = rows.data.exclude(ROUTES, *(TEACHER if is_topk else ()))
         self._backend, self._loss = backend, loss
-        self.returns_outputs = forward_only or rows.flag("return_model_output")
-        needs_masked_outputs = self.returns_outputs or loss.needs_masked_outputs(rows.data)
+        self._returns_outputs = forward_only or rows.flag("return_model_output")  # on every rank or on none
+        needs_masked_outputs = self._returns_outputs or loss.needs_masked_outputs(rows.data)
         self.token_outputs = TokenOutputs(backend, rows, needs_masked_outputs, last_tokens, loss.function)
         self._padding = rows.padding if hides_padding else set[int]()
         self._results: list[_Result] = []
 
-    def step(self, packed_row: PackedRow, outputs: torch.Tensor, with_loss: bool = True) -> torch.Tensor:
+    def step(self, packed_row: PackedRow, outputs: torch.Tensor) -> torch.Tensor:
         """Does what verl's forward_step does after the model: returns the loss of a pass, and keeps its results.
 
         Args:
             outputs: [outputs that are read, k].
-            with_loss: False: a loss function is not called, and the loss is 0.
         """
-        numbers = [row for group in packed_row.groups for row in group.rows]
-        micro_batch = self._loss.micro_batch(self._data, numbers)
-        model_output = self.token_outputs.scatter_to_rows(packed_row, outputs, micro_batch["input_ids"].offsets())
-        read, seen = model_output, [i for i, row in enumerate(numbers) if row not in self._padding]
-        if 0 < len(seen) < len(numbers):
-            micro_batch = select_rows(micro_batch, seen)
-            unbound = {name: values.unbind() for name, values in model_output.items()}
-            read = {name: tu.nested_tensor_from_tensor_list([x[i] for i in seen]) for name, x in unbound.items()}
-        if with_loss or self._loss.function is None:
-            loss, metrics, has_metrics = self._loss(read, micro_batch, self._backend.ranks.data)
-        else:
-            loss, metrics, has_metrics = outputs.new_zeros(()), {}, False
+        rows = self._rows_of(packed_row, outputs)
+        found = self._loss(rows.output_for_loss, rows.for_loss, self._backend.ranks.data)
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
-        values = [loss.detach(), outputs, *self._loss.floats(micro_batch).values()]
+        values = [found.loss.detach(), outputs, *self._loss.floats(rows.for_loss).values()]
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
-        model_output = {name: values.detach() for name, values in model_output.items()}
-        output = {"loss": loss.detach(), "metrics": metrics, "model_output": model_output}
-        self._results.append(_Result(numbers, output, finite, current_pass(), metrics_count=has_metrics and bool(seen)))
-        return loss
+        self._keep(rows, found, finite)
+        return found.loss
+
+    def _rows_of(self, packed_row: PackedRow, outputs: torch.Tensor) -> _PassRows:
+        """Makes verl's rows of a pass. Those of padding are left out for the loss, if others remain."""
+        numbers = [row for group in packed_row.groups for row in group.rows]
+        micro_batch = micro_batch_of(self._loss, self._data, numbers)
+        model_output = self.token_outputs.scatter_to_rows(packed_row, outputs, micro_batch["input_ids"].offsets())
+        seen = [i for i, row in enumerate(numbers) if row not in self._padding]
+        if len(seen) in (0, len(numbers)):
+            return _PassRows(numbers, model_output, micro_batch, model_output)
+        unbound = {name: values.unbind() for name, values in model_output.items()}
+        seen_output = {name: tu.nested_tensor_from_tensor_list([x[i] for i in seen]) for name, x in unbound.items()}
+        return _PassRows(numbers, model_output, select_rows(micro_batch, seen), seen_output)
+
+    def _keep(self, rows: _PassRows, found: PassLoss, finite: torch.Tensor) -> None:
+        """Keeps a pass's results."""
+        model_output = {name: values.detach() for name, values in rows.model_output.items()}
+        output = {"loss": found.loss.detach(), "metrics": found.metrics or {}, "model_output": model_output}
+        metrics_count = found.metrics is not None and any(row not in self._padding for row in rows.numbers)
+        self._results.append(_Result(rows.numbers, output, finite, current_pass(), metrics_count))
 
     def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Ends the run: returns verl's output of all passes, and how many of them had anything not finite. Every rank
-        calls it. A stage of a pipeline before the last one has no outputs: there "model_output" is None where outputs
-        are wanted, and else {} (`Exchange.give_back`)."""
-        output: dict[str, Any] = {"model_output": None if self.returns_outputs else {}, "metrics": {}}
+        calls it. A stage of a pipeline before the last one has no losses and no metrics; its "model_output" is what
+        `Exchange.give_back` takes for no outputs."""
+        output: dict[str, Any] = {"model_output": None if self._returns_outputs else {}, "metrics": {}}
         num_not_finite, ranks = 0, self._backend.ranks
         if ranks.has_outputs:
             self._add_idle_groups(plan)
@@ -103,20 +146,22 @@ class PassResults:
         return output, num_not_finite
 
     def _add_idle_groups(self, plan: Plan) -> None:
-        """Makes results of idle groups, which no pass computes, in two cases.
+        """Makes a result of the idle groups, which no pass computes, in two cases.
 
         - Outputs are wanted: then also those of idle groups, whose outputs are empty.
         - This rank has no other rows: then the loss is called, since every rank must report the same metrics, and
           equally many values of each (`even_out`). Of no token it may return NaN, which counts as finite, or raise.
         """
-        if plan.idle_groups and (self.returns_outputs or not self._results):
-            alone = not self._results
-            with torch.no_grad(), self._backend.autocast():
-                nothing = PackedRow(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
-                self.step(nothing, self.token_outputs.empty(), with_loss=alone)
-            idle = self._results[-1]
-            metrics_count = idle.metrics_count and alone
-            self._results[-1] = idle._replace(finite=torch.ones_like(idle.finite), metrics_count=metrics_count)
+        is_alone = not self._results
+        if not plan.idle_groups or not (self._returns_outputs or is_alone):
+            return
+        with torch.no_grad(), self._backend.autocast():
+            nothing = PackedRow(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
+            rows = self._rows_of(nothing, self.token_outputs.empty())
+            found = PassLoss(torch.zeros(()), None)
+            if is_alone or self._loss.function is None:
+                found = self._loss(rows.output_for_loss, rows.for_loss, self._backend.ranks.data)
+        self._keep(rows, found, torch.tensor(True))
 
     def _joined(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Joins all results to verl's output; returns it, and how many of them had anything not finite."""
@@ -126,7 +171,7 @@ class PassResults:
         num_not_finite = self.report_not_finite()
         for result in self._results:
             result.output["loss"] = result.output["loss"].item()
-            if not self.returns_outputs:
+            if not self._returns_outputs:
                 del result.output["model_output"]
         outputs = [result.output for result in self._results]
         output = postprocess_batch_func(outputs, [result.numbers for result in self._results], data=self._data)
@@ -185,7 +230,8 @@ def _same_sums(metrics: dict[str, object], process_group: Any) -> None:
         process_group: the ranks that compute data in parallel.
     """
     sums = {name: x for name, x in metrics.items() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM}
-    of_ranks: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(process_group)
-    torch.distributed.all_gather_object(of_ranks, sums, process_group)
-    for name, metric in (pair for of_rank in of_ranks for pair in of_rank.items() if pair[0] not in metrics):
-        metrics[name] = neutral(metric)
+    sums_by_rank: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(process_group)
+    torch.distributed.all_gather_object(sums_by_rank, sums, process_group)
+    for name, metric in itertools.chain.from_iterable(map(dict.items, sums_by_rank)):
+        if name not in metrics:
+            metrics[name] = neutral(metric)

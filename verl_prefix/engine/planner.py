@@ -2,63 +2,79 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 
 import torch
 from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure
 from verl_prefix.auto.chooser import Batch, Chooser
-from verl_prefix.auto.cost import PassCost, Rates
+from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.config.actor import tokens_key
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group, leave_out
 from verl_prefix.core.kernels.cuda_rules import is_deterministic
+from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import leaves_room
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss
+from verl_prefix.engine.outputs import flags_of, is_unscaled
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
 
 
-class WhyStock(NamedTuple):
-    """Why a batch takes the stock path."""
+@dataclass(frozen=True)
+class WhyStock:
+    """Why a batch takes the stock path.
+
+    Attributes:
+        reason: for the log.
+        metrics: prefix/* that were predicted before.
+    """
 
     reason: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SharedPath:
+    """How a batch is computed by shared passes.
+
+    Attributes:
+        plan: this rank's passes.
+        memory: what the passes keep.
+        meter: what measures the passes.
+        metrics: prefix/* that were predicted.
+    """
+
+    plan: Plan
+    memory: Memory
+    meter: Meter = field(default_factory=Meter)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Planner:
-    """Plans an engine's batches, once the engine has its model.
+    """Plans an engine's batches, once the engine has its model. Only engines that share have one.
 
     Args:
         new_runner: makes a `PlanRunner` of (outputs, step, forward_only).
-        headroom: of this rank's device.
-        role: the engine's, as of `config.actor.role_of`.
-
-    Attributes:
-        always: why every batch takes the stock path; None: not every batch does.
-        costs: what decides, unless prefix.schedule is stock.
+        role: the engine's, a key that `config.actor.role_of` returns.
     """
 
     def __init__(
-        self, backend: Backend, options: PrefixConfig, new_runner: Callable[..., PlanRunner],
-        headroom: Headroom, role: str,
-    ) -> None:  # fmt: skip
-        self.options, self._role = options, role
-        self.always = WhyStock("prefix.schedule=stock") if options.schedule == "stock" else None
-        self._chooser: Chooser | None = None
-        if self.always is not None:
-            return
+        self, backend: Backend, options: PrefixConfig, new_runner: Callable[..., PlanRunner], role: str
+    ) -> None:
+        self._backend, self._options, self._role = backend, options, role
         self._stock_facts = facts = backend.stock_facts
-        self.costs = costs = CostModel(
+        self._costs = CostModel(
             shape=backend.shape,
             dense_mask=facts.dense_mask,
             wave_tokens=options.wave_tokens,
@@ -67,8 +83,12 @@ class Planner:
             memory=backend.memory(options),
             one_row=facts.separates_rows,
         )
-        if options.schedule != "auto":
-            return
+        self._headroom = Headroom(backend, self._costs)
+        self._chooser = self._new_chooser(new_runner) if options.schedule == "auto" else None
+
+    def _new_chooser(self, new_runner: Callable[..., PlanRunner]) -> Chooser:
+        """Makes what chooses between paths. Every rank calls it."""
+        backend, costs = self._backend, self._costs
 
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
             return measure(
@@ -80,14 +100,12 @@ class Planner:
         known: dict[str, Rates] = {}
         # Of any rank: a measurement has collectives, and nodes may differ in the variable that asks for determinism.
         (deterministic,) = backend.ranks.max_over_ranks([backend.deterministic or is_deterministic()])
-        if deterministic or costs.memory.stages > 1:
+        if deterministic or backend.ranks.stages > 1:
             # No clock, which would choose differently from run to run, or would measure how long a pipeline fills.
             flops = costs.flops()
             known = {"forward": flops["forward"]} if backend.has_no_updates else flops
-        self._chooser = Chooser(
-            costs, known, measure=rates, reduce_max=backend.ranks.max_over_ranks,
-            stock_fits=functools.partial(headroom.fits, costs),
-        )  # fmt: skip
+        reduce_max = backend.ranks.max_over_ranks
+        return Chooser(costs, known, measure=rates, reduce_max=reduce_max, stock_fits=self._headroom.fits)
 
     def why_stock(self, batch: BatchRows, loss: Loss) -> WhyStock | None:
         """Says why this batch takes the stock path whatever its lengths are; None: its lengths decide.
@@ -96,8 +114,6 @@ class Planner:
         whole rows. Other fields may differ (`moves.decide_moves`).
         """
         data = batch.data
-        if self.always is not None:
-            return self.always
         if "prompts" not in data.keys() or "responses" not in data.keys():
             return WhyStock("the batch has no prompts and responses (not an RL batch)")
         mask = data["loss_mask"]
@@ -111,43 +127,61 @@ class Planner:
 
     def plan(
         self, batch: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int], computes_ref: bool = False
-    ) -> tuple[Plan | WhyStock, dict[str, float]]:
-        """Returns this rank's plan, or why the batch takes the stock path; and prefix/* about that.
+    ) -> SharedPath | WhyStock:
+        """Plans a batch on this rank, or says why the batch takes the stock path. Every rank calls it.
 
         Args:
             batch: this rank's own rows, which the stock path would compute. Their flags give budgets.
             groups: of the rows that this rank computes, after the exchange.
-            dead: the numbers of those of them that are dead; their groups are idle.
+            dead: the numbers of the dead rows among the rows that this rank computes. Their groups are idle.
             computes_ref: these are log-probs of ref by the actor, which no update follows.
         """
         groups, idle = leave_out(groups, dead) if dead else (groups, [])
         # A budget follows from the batch's flags and the lengths of groups, which may be of rows from other ranks.
-        shared, own = (Batch(each, batch.budget(each)) for each in (groups, batch.alone))
+        shared, alone = (Batch(some, batch.budget(some)) for some in (groups, batch.alone))
         if not (self._stock_facts.wrong_when_sharded or self._stock_facts.separates_rows):
-            self._tell_long_rows(batch, own.budget, forward_only)
+            self._tell_long_rows(batch, alone.budget, forward_only)
         if groups:  # else no row of this rank says how long a pass is
             self._tell_waves(shared.budget)
         if self._chooser is None:
-            plan: Plan | None = self.costs.plan(*shared, self.options.schedule, forward_only)
+            plan: Plan | None = self._costs.plan(*shared, self._options.schedule, forward_only)
         else:
-            plan = self._chooser.choose(*shared, forward_only, own, leads=not computes_ref)
-        metrics = self._bubble(plan or self.costs.stock_passes(*own), forward_only)
+            plan = self._chooser.choose(*shared, forward_only, alone, leads=not computes_ref)
+        metrics = self._bubble(plan or self._costs.stock_passes(*alone), forward_only)
         if self._chooser and self._chooser.speedup:
             metrics["prefix/predicted_speedup"] = self._chooser.speedup
         if plan is not None:
-            return replace(plan, idle_groups=(*plan.idle_groups, *idle)), metrics
+            plan = replace(plan, idle_groups=(*plan.idle_groups, *idle))
+            return SharedPath(plan, self._costs.memory, metrics=metrics)
         if not forward_only and self._chooser and self._chooser.log_probs is not None:
             reason = "the update follows its log-probs, which took it, since both must round alike"
         else:
-            reason = f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain"
-        return WhyStock(reason), metrics
+            reason = f"prefix.min_speedup={self._options.min_speedup} is more than sharing is predicted to gain"
+        return WhyStock(reason, metrics)
+
+    def choose_memory(self, path: SharedPath, rows: BatchRows, forward_only: bool) -> SharedPath:
+        """Returns the path with what its passes keep: in an update what every rank's device has room for. Every rank
+        calls it right before these passes.
+
+        Args:
+            rows: the rows that this rank computes.
+        """
+        if forward_only:
+            return path
+        logits_once = self._backend.reads_logits_once(flags_of(rows.data)) and is_unscaled(rows.data)
+        memory = self._headroom.choose_memory(path.plan, self._options.keep_attention, logits_once)
+        return replace(path, memory=memory, meter=self._headroom.new_meter())
+
+    def update(self) -> AbstractContextManager[None]:
+        """Context of an optimizer step with its passes, after which room for later ones is measured."""
+        return self._headroom.update()
 
     def _bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
         """Predicts the share of a batch's time in which the stages of a pipeline wait, as a metric; {} with one stage.
-        Of an update it says so once."""
-        if self.costs.memory.stages == 1:
+        Of an update the log says so once."""
+        if self._backend.ranks.stages == 1:
             return {}
-        bubble = self.costs.timeline(path, "forward" if forward_only else "update", self.costs.flops()).bubble
+        bubble = self._costs.timeline(path, "forward" if forward_only else "update", self._costs.flops()).bubble
         if not forward_only and torch.distributed.get_rank() == 0:
             text = "prefix: stages of the pipeline are expected to wait %.0f%% of an update"
             warn_once(logger, text, 100 * bubble, key=self._role)
@@ -166,7 +200,7 @@ class Planner:
 
     def _tell_waves(self, budget: int) -> None:
         """Says once where a plan does not heed `prefix.wave_tokens`."""
-        waves, offload = self.options.wave_tokens, self.options.offload
+        waves, offload = self._options.wave_tokens, self._options.offload
         if waves is not None and not leaves_room(waves, budget, offload):
             warn_once(
                 logger,

@@ -8,7 +8,8 @@ order. What differs from engine to engine of verl is its backend's.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -17,27 +18,25 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from verl_prefix.auto.cost import Memory
 from verl_prefix.config.actor import NO_REPLAY, NO_ROUTES, SKIP_ZERO_ADVANTAGE, role_of
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
-from verl_prefix.core.meter import Meter
-from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import pad_to_same_passes
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.carried_pixels import receive_pixels
+from verl_prefix.engine.dead_rows import num_dead
 from verl_prefix.engine.exchange import Exchange, open_exchange
 from verl_prefix.engine.grouping import TreeRule
-from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
-from verl_prefix.engine.outputs import TEACHER, flags_of, is_unscaled
+from verl_prefix.engine.outputs import TEACHER
+from verl_prefix.engine.pass_metrics import plan_metrics
 from verl_prefix.engine.pass_results import PassResults
-from verl_prefix.engine.planner import Planner, WhyStock
+from verl_prefix.engine.planner import Planner, SharedPath, WhyStock
 from verl_prefix.engine.rows import RECORDS, ROUTES, BatchRows
-from verl_prefix.engine.step_metrics import StepMetrics, num_dead, plan_metrics
+from verl_prefix.engine.step_metrics import StepMetrics
 from verl_prefix.engine.together import RankError, together
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models.messages import end_tokens
@@ -55,23 +54,22 @@ class PrefixEngine:
     """
 
     prefix_config: PrefixConfig
+    model_config: Any  # verl's
     # From `set_backend` on:
     backend: Backend
     _new_runner: Callable[..., PlanRunner]
-    _role: str  # as of `config.actor.role_of`
+    _role: str  # a key that `config.actor.role_of` returns
     _verification: Verification
     _step_metrics: StepMetrics
     _trace: TraceWriter | None = None
     # From `initialize` on:
-    tree_rule: TreeRule  # not with prefix.schedule=stock
-    _headroom: Headroom
-    _planner: Planner
+    _planner: Planner | None = None  # with prefix.schedule=stock it stays None
+    tree_rule = TreeRule()  # what rows share, and will share in later batches
 
-    _peak_was_measured = False  # of an update's waves
     _computes_ref = False  # by the actor without its adapters
 
     def set_backend(self, backend: Backend, engine_config: Any) -> None:
-        """Ends the constructor: verl's engine is there, by `engine_config`. What needs the model follows in
+        """Ends the constructor, once verl's engine is made by `engine_config`. What needs the model follows in
         `initialize`."""
         self.backend = backend
         self._new_runner = functools.partial(backend.new_runner, kernel=self.prefix_config.attention)
@@ -101,12 +99,11 @@ class PrefixEngine:
                 "packages on every node"
             )
         if shares:
-            model_config = self.model_config  # type: ignore[attr-defined]
+            model_config = self.model_config
             self.tree_rule = TreeRule(
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
             )
-        self._headroom = Headroom(self.backend)
-        self._planner = Planner(self.backend, self.prefix_config, self._new_runner, self._headroom, self._role)
+            self._planner = Planner(self.backend, self.prefix_config, self._new_runner, self._role)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -122,73 +119,65 @@ class PrefixEngine:
         with together("reading routes"):
             data = self._with_routes(data.copy(), forward_only)  # the caller's batch gets none of our flags
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
-        batch, loss = BatchRows(data), Loss(loss_function)
-        if why := self._planner.why_stock(batch, loss) or self._verification.failure:
-            return self._take_stock_path(why, batch, loss, forward_only, {})
+        batch, loss, metrics = BatchRows(data), Loss(loss_function), ChainMap[str, float]()
+        if self._planner is None:
+            return self._take_stock_path(WhyStock("prefix.schedule=stock"), batch, loss, forward_only, metrics)
+        if (why := self._planner.why_stock(batch, loss) or self._verification.failure) is not None:
+            return self._take_stock_path(why, batch, loss, forward_only, metrics)
         loss.warn_of_limits()
-        exchange = self._open_exchange(batch, loss, forward_only)
+        exchange = self._open_exchange(batch, loss, forward_only, metrics)
         computed, groups = exchange.computed, exchange.groups
-        metrics = self._step_metrics.count_rows(exchange, forward_only)
-        plan, decided = self._planner.plan(batch, groups, forward_only, computed.dead, self._computes_ref)
-        metrics |= decided
-        if isinstance(plan, WhyStock):
-            return self._take_stock_path(plan, batch, loss, forward_only, metrics | exchange.metrics)
+        path = self._planner.plan(batch, groups, forward_only, computed.dead, self._computes_ref)
+        metrics.update(path.metrics)
+        if isinstance(path, WhyStock):
+            return self._take_stock_path(path, batch, loss, forward_only, metrics)
         with together("checking rows"):
             computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
         self.backend.begin_shared_path(computed)
         rows = self._with_loss_fields(computed)
         if not forward_only or self.backend.has_no_updates:
-            budget = batch.budget(groups)  # by the flags that verl set, which `rows` no longer has
-            metrics |= self._verification.check(rows, groups, budget, plan, loss)
-        if why := self._verification.failure:
-            return self._take_stock_path(why, batch, loss, forward_only, metrics | exchange.metrics)
-        output, pass_metrics = self._run_shared_passes(rows, groups, plan, loss, forward_only)
+            # The budget is by the flags that verl set, which `rows` no longer has.
+            metrics.update(self._verification.check(rows, groups, batch.budget(groups), path.plan, loss))
+        if (why := self._verification.failure) is not None:
+            return self._take_stock_path(why, batch, loss, forward_only, metrics)
+        path = self._planner.choose_memory(path, rows, forward_only)
+        with out_of_memory_advice(path.plan, path.memory, self._role, self.prefix_config, forward_only):
+            output, pass_metrics = self.run_plan(rows, groups, path, loss, forward_only)
+        metrics.update(pass_metrics)
         output["model_output"] = exchange.give_back(output["model_output"])
-        return self._report(output, metrics | pass_metrics | exchange.metrics, batch, forward_only)
+        return self._report(output, metrics, batch, forward_only)
 
     def _take_stock_path(
-        self, why: WhyStock, batch: BatchRows, loss: Loss, forward_only: bool, metrics: dict[str, float]
+        self, why: WhyStock, batch: BatchRows, loss: Loss, forward_only: bool, metrics: MutableMapping[str, float]
     ) -> dict[str, Any]:
         """Computes a batch on the stock path, and reports it. metrics: of what was done before this was decided."""
         warn_once(logger, "prefix: stock path, %s", why.reason)
         with together("receiving pixels"):
             data = receive_pixels(batch.data)
         output = self.backend.run_stock_path(data, loss.for_stock(), forward_only)
-        return self._report(output, metrics | {"prefix/stock_rows": batch.num_real}, batch, forward_only)
+        metrics["prefix/stock_rows"] = batch.num_real
+        return self._report(output, metrics, batch, forward_only)
 
     def _report(
-        self, output: dict[str, Any], metrics: dict[str, float], batch: BatchRows, forward_only: bool
+        self, output: dict[str, Any], metrics: Mapping[str, float], batch: BatchRows, forward_only: bool
     ) -> dict[str, Any]:
         """Returns verl's output of a batch with our metrics in it."""
         output.setdefault("metrics", {}).update(self._step_metrics.report(metrics, batch, forward_only))
         return output
 
-    def _open_exchange(self, batch: BatchRows, loss: Loss, forward_only: bool) -> Exchange:
-        """Brings rows to the ranks that compute them, and groups them. What they share decides `tree_rule` for later
-        batches."""
+    def _open_exchange(
+        self, batch: BatchRows, loss: Loss, forward_only: bool, metrics: ChainMap[str, float]
+    ) -> Exchange:
+        """Brings rows to the ranks that compute them, groups and counts them. What they share decides `tree_rule` for
+        later batches."""
         if loss.function is None:  # log-probs alone, for which no teacher travels
             batch = batch.with_data(batch.data.exclude(*TEACHER))
         skips_dead = self.prefix_config.skip_zero_advantage and not forward_only
         exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss, skips_dead)
         self.tree_rule = exchange.tree_rule
+        metrics.maps.append(exchange.metrics)  # `Exchange.give_back` adds to these later
+        metrics.update(self._step_metrics.count_rows(exchange, forward_only))
         return exchange
-
-    def _run_shared_passes(
-        self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Runs a batch's plan by `run_plan`. An update keeps what every rank's device has room for. Its peak is
-        measured, until an update has had waves."""
-        costs, headroom = self._planner.costs, self._headroom
-        memory = costs.memory
-        if not forward_only:
-            logits_once = self.backend.reads_logits_once(flags_of(rows.data)) and is_unscaled(rows.data)
-            memory = headroom.choose_memory(plan, costs, self.prefix_config.keep_attention, logits_once)
-        # A measurement resets the peak that verl logs (perf/max_memory_allocated_gb).
-        meter = Meter(measure_peak=headroom.is_known and not (forward_only or self._peak_was_measured))
-        with out_of_memory_advice(plan, memory, self._role, self.prefix_config, forward_only):
-            output, metrics = self.run_plan(rows, groups, plan, loss, forward_only, memory=memory, meter=meter)
-        self._peak_was_measured |= bool(meter.phase_b_peak)
-        return output, metrics
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
         """Returns the batch with the routes that it replays. In mode R2, which replays what old log-probs recorded, a
@@ -236,9 +225,8 @@ class PrefixEngine:
         return rows.with_data(data)
 
     def run_plan(
-        self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool, *,
-        context_type: Callable[..., ForwardContext] = ForwardContext, memory: Memory | None = None,
-        meter: Meter | None = None,
+        self, rows: BatchRows, groups: Sequence[Group], path: SharedPath, loss: Loss, forward_only: bool,
+        context_type: Callable[..., ForwardContext] = ForwardContext,
     ) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
         """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
 
@@ -246,18 +234,16 @@ class PrefixEngine:
             rows: as `_with_loss_fields` makes them.
             groups: of these rows, with idle groups.
             context_type: as in `core.forward.PackedForward`.
-            memory: what the passes keep; None: as little as they need.
-            meter: what measures the passes; None: a new one.
         """
-        ranks, memory = self.backend.ranks, memory or self._planner.costs.memory
-        plan = pad_to_same_passes(plan, ranks.max_over_ranks)
+        plan = pad_to_same_passes(path.plan, self.backend.ranks.max_over_ranks)
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
         # Routers count a row's last token in updates, which replay the routes that log-probs record (R2).
         last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
         results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
         runner = self._new_runner(
             results.token_outputs.of_logits, results.step, forward_only, offload=self.prefix_config.offload,
-            keep_attention=memory.attention_kept, logits_chunk=memory.chunk, context_type=context_type, meter=meter,
+            keep_attention=path.memory.attention_kept, logits_chunk=path.memory.chunk, context_type=context_type,
+            meter=path.meter,
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext():
             try:
@@ -272,9 +258,7 @@ class PrefixEngine:
         metrics = plan_metrics(rows, groups, plan, runner, loss) | self.backend.model_metrics(runner)
         if self.prefix_config.skip_zero_advantage and not forward_only:
             metrics["prefix/zero_advantage_rows"] = num_dead(rows, plan)
-        # The last stage alone counts them, and sums are divided by all copies.
-        metrics["prefix/nonfinite_passes"] = num_not_finite * ranks.stages
-        return output, metrics
+        return output, metrics | {"prefix/nonfinite_passes": num_not_finite}
 
     def verls_forward_backward(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
@@ -283,8 +267,7 @@ class PrefixEngine:
         records them: verl's worker says so of its own batches, but not of those that ref or the self-check runs."""
         data = data.copy()
         tu.assign_non_tensor(data, enable_routing_replay=ROUTES in data.keys() or BatchRows(data).flag(RECORDS))
-        output: dict[str, Any] = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
-        return output
+        return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
         """Runs one optimizer step, as verl's method does, after `prefix.trace_dir` recorded its batch. Under
@@ -297,9 +280,8 @@ class PrefixEngine:
             tu.assign_non_tensor(data, global_batch_size=int(num_rows) // ranks.copies)
         if self._trace is not None:
             self._trace.record(rows, loss_function, ranks.max_over_ranks)
-        with self._headroom.update():
-            output: dict[str, Any] = super().train_batch(data, loss_function)  # type: ignore[misc]
-        return output
+        with self._planner.update() if self._planner else nullcontext():
+            return super().train_batch(data, loss_function)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Loads as verl's method does; after that no trace is recorded."""

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.context import ForwardContext
@@ -16,12 +17,13 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import make_plan
+from verl_prefix.engine import dead_rows
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.checked_rows import candidates, cheapest
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import self_check_advice
 from verl_prefix.engine.outputs import FLAGS
-from verl_prefix.engine.planner import WhyStock
+from verl_prefix.engine.planner import SharedPath, WhyStock
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.self_check import Comparison, Verdict
 from verl_prefix.engine.together import together
@@ -141,7 +143,7 @@ class Verification:
         with together("checking rows that are left out", maxima=("has_gradient",)) as agreed:
             in_passes = {number for pass_ in plan.passes for group in pass_.groups for number in group.rows}
             idle = [number for number in range(len(rows)) if number not in in_passes]
-            agreed.maximum("has_gradient", loss.has_gradient(rows, idle, self._backend.ranks.data))
+            agreed.maximum("has_gradient", dead_rows.has_gradient(loss, rows, idle, self._backend.ranks.data))
         return [f"rows that are left out have a gradient; set {SKIP_ZERO_ADVANTAGE}=False"] * agreed["has_gradient"]
 
     def _miss(self, why: str) -> None:
@@ -158,7 +160,8 @@ class Verification:
         ranks, num_perturbed = self._backend.ranks, _num_perturbed(len(rows), len(group.rows))
         # Stock passes hold collectives, so that every rank runs as many.
         (_, most_rows), (fewest_perturbed, _) = ranks.ranges_over_ranks(len(group.rows), num_perturbed)
-        paths = _BothPaths(self._backend, self._run_plan, _Sample.of(rows, group, most_rows, loss), budget)
+        sample, memory = _Sample.of(rows, group, most_rows, loss), self._backend.memory(self._options)
+        paths = _BothPaths(self._backend, self._run_plan, sample, budget, memory)
         with self._backend.gradients_aside():
             verdict = Comparison(
                 paths.stock, paths.ours, self._backend.rounding_noise, self._backend.gradients(),
@@ -178,10 +181,14 @@ class _BothPaths:
     Args:
         run_plan: `PrefixEngine.run_plan`.
         budget: tokens of one pass.
+        memory: what our passes keep.
     """
 
-    def __init__(self, backend: Backend, run_plan: Callable[..., tuple[dict, dict]], sample: _Sample, budget: int):
-        self._backend, self._run_plan, self._sample, self._budget = backend, run_plan, sample, budget
+    def __init__(
+        self, backend: Backend, run_plan: Callable[..., tuple[dict, dict]], sample: _Sample, budget: int, memory: Memory
+    ) -> None:
+        self._backend, self._run_plan, self._sample = backend, run_plan, sample
+        self._budget, self._memory = budget, memory
 
     def stock(self) -> torch.Tensor:
         """Runs the stock path."""
@@ -193,7 +200,8 @@ class _BothPaths:
         rows, group, forward_only = self._sample.rows, self._sample.group, self._backend.has_no_updates
         plan = plan_to_check(group, self._budget, schedule, nests=self._backend.ranks.stages == 1)
         loss = Loss(self._sample.loss, fields={"temperature", "verify_weight"})
-        output, _ = self._run_plan(rows, [group], plan, loss, forward_only, context_type=context_type)
+        path = SharedPath(plan, self._memory)
+        output, _ = self._run_plan(rows, [group], path, loss, forward_only, context_type=context_type)
         return self._outputs(output)
 
     def _outputs(self, output: Mapping[str, Any]) -> torch.Tensor:

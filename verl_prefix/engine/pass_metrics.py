@@ -1,0 +1,42 @@
+"""Metrics of a plan whose passes ran."""
+
+from collections.abc import Sequence
+
+from verl_prefix.core.groups import Group
+from verl_prefix.core.plan import Plan
+from verl_prefix.core.runner import PlanRunner
+from verl_prefix.engine.loss import Loss
+from verl_prefix.engine.metric_table import GROUP_TOKENS
+from verl_prefix.engine.rows import BatchRows
+
+_SECONDS = {"wave": "phase_b"}  # of core's phases those whose seconds have another name in metrics
+
+
+def plan_metrics(
+    rows: BatchRows, groups: Sequence[Group], plan: Plan, runner: PlanRunner, loss: Loss
+) -> dict[str, float]:
+    """Returns this rank's metrics of one mini-batch, in which rows of padding share nothing."""
+    groups = rows.without_padding(groups)
+    computed = sum(one.tokens_of(group) for one in plan.all_passes for group in rows.without_padding(one.groups))
+    num_logical = sum(group.num_logical_tokens for group in groups)
+    peak = runner.meter.phase_b_peak
+    # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are not
+    # comparable.
+    group_tokens = {} if loss.is_unknown else {GROUP_TOKENS: sum(group.num_physical_tokens for group in groups)}
+    return {
+        **group_tokens,
+        **({"prefix/phase_b_peak_gib": peak / 2**30} if peak else {}),
+        "prefix/attention_kept": runner.forward.keep_attention,
+        "prefix/groups": sum(group.is_shared for group in groups),
+        "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
+        "prefix/tree_depth": max(
+            (len([*group.strands_before(fork)]) for group in groups for fork in group.forks), default=0
+        ),
+        "prefix/tokens_saved": num_logical - computed,
+        "prefix/pass_depth": plan.depth,
+        "prefix/recomputed_tokens": plan.recomputed_tokens,
+        "prefix/packed_passes": plan.num_losses - len(plan.waves),
+        "prefix/waves": len(plan.waves),
+        "prefix/offloaded_gib": runner.meter.transfers["host_bytes"] / 2**30,
+        **{f"timing_s/prefix_{_SECONDS.get(phase, phase)}": taken for phase, taken in runner.meter.seconds.items()},
+    }
