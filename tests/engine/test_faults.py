@@ -492,7 +492,10 @@ def test_ranks_of_nodes_that_differ_reach_the_same_collective_and_keep_the_same(
 def test_a_rank_whose_wave_is_a_dummy_is_not_told_to_shorten_waves():
     """Another rank's waves make it run one of its own, without rows."""
     plan = make_plan([Group.of_prompt((0, 1), 30, (20, 30))], 100, "packed")
-    with pytest.raises(torch.OutOfMemoryError) as raised, out_of_memory_advice(plan, role="actor"):
+    with (
+        pytest.raises(torch.OutOfMemoryError) as raised,
+        out_of_memory_advice(plan, Memory(), "actor", PrefixConfig(), False),
+    ):
         with PassNote("wave", [], "wave 1 of 1"):
             raise torch.OutOfMemoryError("injected")
     told = "".join(traceback.format_exception(raised.value))
@@ -519,7 +522,7 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
     """Chunks of 4096 logits are less than all only of longer passes."""
     kept = Memory(2, True, False, None, False, attention_kept=attention, all_logits=True)
     plan = make_plan([Group.of_prompt((0, 1), 30, (suffix, suffix))], 10**5, "packed")
-    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, kept):
+    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, kept, "", PrefixConfig(), False):
         raise torch.OutOfMemoryError("injected")
     (note,) = error.value.__notes__
     assert note.endswith(f"set {advice.replace('{}', 'actor_rollout_ref.actor.prefix')}")
@@ -529,7 +532,10 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
 def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
     for options, is_advised in ((PrefixConfig(), True), (PrefixConfig(schedule="phased", offload=True), False)):
-        with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, None, "actor", options):
+        with (
+            pytest.raises(torch.OutOfMemoryError) as error,
+            out_of_memory_advice(plan, Memory(), "actor", options, False),
+        ):
             failed = torch.OutOfMemoryError("injected")
             failed.prefix_phase = phase
             raise failed
@@ -551,7 +557,7 @@ RECOMPUTE = "actor_rollout_ref.actor.megatron.override_transformer_config.recomp
 def test_out_of_memory_names_keys_that_act_on_the_engine_and_in_the_pass(phase, division, forward_only, note):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
     kept = Memory(2, False, False, None, False, division=Division(2) if division else None)
-    args = plan, kept, "actor_rollout_ref.actor", None, forward_only
+    args = plan, kept, "actor_rollout_ref.actor", PrefixConfig(), forward_only
     with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(*args):
         failed = torch.OutOfMemoryError("injected")
         failed.prefix_phase = phase
@@ -565,7 +571,10 @@ def test_out_of_memory_names_keys_that_act_on_the_engine_and_in_the_pass(phase, 
 ])  # fmt: skip
 def test_out_of_memory_in_a_critic_names_its_keys(phase, key):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
-    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, None, "critic"):
+    with (
+        pytest.raises(torch.OutOfMemoryError) as error,
+        out_of_memory_advice(plan, Memory(), "critic", PrefixConfig(), False),
+    ):
         failed = torch.OutOfMemoryError("injected")
         failed.prefix_phase = phase
         raise failed

@@ -42,7 +42,7 @@ class VerlHFEngine(VerlEngine, Protocol):
 
 
 class HFBackend(Backend):
-    """A Hugging Face model on an `VerlHFEngine`."""
+    """A Hugging Face model on a `VerlHFEngine`."""
 
     counts_last_tokens = False
     after_not_finite = "verl skips an update whose gradient norm is not finite"

@@ -111,10 +111,11 @@ class Replay(NamedTuple):
 
 
 class VerlEngine(Protocol):
-    """What every backend uses of its engine: verl's, with `PrefixEngine` left of it.
+    """What every backend uses of its engine: verl's, with `PrefixEngine` left of it. Backends extend it by what their
+    engines of verl have.
 
     Attributes:
-        module: the model, as verl wraps it; not before verl's engine is initialized.
+        module: the model, as verl wraps it. It is there once verl's engine is initialized.
     """
 
     module: Any
@@ -132,7 +133,7 @@ class VerlEngine(Protocol):
     def verls_forward_backward(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
     ) -> dict[str, Any]:
-        """`PrefixEngine`'s, for the stock path."""
+        """Computes a batch by verl's own method, see `PrefixEngine`."""
 
 
 class Backend(ABC):

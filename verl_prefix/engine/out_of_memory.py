@@ -19,12 +19,12 @@ from verl_prefix.core.planning import limit_waves
 _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
 
 
-def _advice(role: str, options: PrefixConfig, keeps: Memory | None, forward_only: bool) -> tuple[str, dict[str, str]]:
+def _advice(role: str, options: PrefixConfig, keeps: Memory, forward_only: bool) -> tuple[str, dict[str, str]]:
     """Returns the setting by which a role checkpoints its layers; and, for each phase that may have had the error, what
     to set beside `options`."""
     model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
     checkpoints = f"set {model}.enable_gradient_checkpointing=True"
-    if keeps and keeps.division:
+    if keeps.division:
         recompute = f"{role}.megatron.override_transformer_config.recompute"
         checkpoints = f"set {recompute}_granularity=full, {recompute}_method=uniform and {recompute}_num_layers=1"
     fewer = f"lower {tokens_key(role, forward_only)}"
@@ -40,10 +40,8 @@ def _advice(role: str, options: PrefixConfig, keeps: Memory | None, forward_only
     }
 
 
-def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
+def _settings(plan: Plan, keeps: Memory) -> list[str]:
     """Overrides by which the passes keep less that can be computed again."""
-    if keeps is None:
-        return []
     in_chunks = keeps.all_logits and plan.most_outputs > LOGITS_CHUNK * keeps.slices
     settings = [f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}"] * in_chunks
     return settings + [f"{_PREFIX}.keep_attention=off"] * keeps.attention_kept
@@ -51,20 +49,18 @@ def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
 
 @contextmanager
 def out_of_memory_advice(
-    plan: Plan, keeps: Memory | None = None, role: str = "", options: PrefixConfig | None = None,
-    forward_only: bool = False,
-) -> Iterator[None]:  # fmt: skip
+    plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool
+) -> Iterator[None]:
     """Context of a plan's passes: an OutOfMemoryError leaves it with a note on what to set.
 
     Args:
-        keeps: what the passes keep; None: nobody knows.
+        keeps: what the passes keep.
         role: the engine's, a key that `config.actor.role_of` returns.
-        options: the engine's; None: the defaults.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        checkpoints, by_phase = _advice(role, options or PrefixConfig(), keeps, forward_only)
+        checkpoints, by_phase = _advice(role, options, keeps, forward_only)
         largest = plan.largest_wave
         if settings := _settings(plan, keeps):
             advice = f"set {' and '.join(settings)}"

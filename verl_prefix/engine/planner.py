@@ -37,7 +37,7 @@ class WhyStock:
 
     Attributes:
         reason: for the log.
-        metrics: prefix/* that were predicted before.
+        metrics: prefix/* that were predicted of the batch.
     """
 
     reason: str
@@ -52,7 +52,7 @@ class SharedPath:
         plan: this rank's passes.
         memory: what the passes keep.
         meter: what measures the passes.
-        metrics: prefix/* that were predicted.
+        metrics: prefix/* that were predicted of the batch.
     """
 
     plan: Plan

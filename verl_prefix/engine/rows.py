@@ -57,7 +57,7 @@ class BatchRows:
 
     Attributes:
         dead: numbers of rows without gradient, which no pass of an update computes under `prefix.skip_zero_advantage`
-            (`Loss.find_dead`).
+            (`dead_rows.find_dead`).
     """
 
     def __init__(self, data: TensorDict, keys: Sequence[Hashable] | None = None) -> None:
