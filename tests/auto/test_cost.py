@@ -299,7 +299,7 @@ def test_strand_tokens_that_a_row_reads_count_among_logits(llama3_8b, path, offl
     )  # fmt: skip
     memory = cost.Memory(8, True, False, None, offload, all_logits=True, slices=slices)
 
-    group = Group((0, 1), (20, 20), strands, forks, (400, 1000))
+    group = Group((0, 1), (1020, 1020), strands, forks, (400, 1000))
     plan = make_plan([group], 4000, path, 40, offload)
     assert cost.peak_bytes(logits_alone, plan, (), memory) == tokens * llama3_8b.logits
 
@@ -520,7 +520,7 @@ def test_stock_is_not_taken_where_it_does_not_fit_on_one_rank():
     assert alone.choose(SHORT, 1000, True) is not None and alone.choose(SHORT, 1000, False) is not None
     told = make_chooser(FLOPS, lambda values: [*values[:-1], 1.0], min_speedup=9.0)
     assert told.choose(SHORT, 1000, True) is not None, "another rank lacks room"
-    longest = max(fork.start + 1 + n for g in SHORT for fork, n in zip(g.forks, g.suffix_lens, strict=True))
+    longest = max(end + 1 for group in SHORT for end in group.row_ends)
     row_by_row, short = (make_chooser(FLOPS, min_speedup=9.0) for _ in range(2))
     assert row_by_row.choose(SHORT, longest, True) is None
     assert short.choose(SHORT, longest - 1, True) is not None, "verl refuses a row that is longer than its budget"

@@ -85,7 +85,7 @@ def test_a_session_is_planned_however_many_turns_it_has():
     turns, said, thought = 300, 5, 6
     forks = tuple(Fork(0, said * turn) for turn in range(1, turns + 1))
     strand, firsts = Strand(turns - 1, 0, said * turns), tuple(fork.start for fork in forks)
-    group = Group(tuple(range(turns)), (thought,) * turns, (strand,), forks, firsts)
+    group = Group(tuple(range(turns)), tuple(first + thought for first in firsts), (strand,), forks, firsts)
     plan = make_plan([group], 200, "auto")
     assert plan.depth > 1 and plan.num_physical_tokens == turns * (said + thought)
 
@@ -95,7 +95,7 @@ def test_phases_a_of_a_long_session_fill_the_budget_where_prefixes_wait_on_the_h
     turns, said = 600, 10
     forks = tuple(Fork(0, said * turn) for turn in range(1, turns + 1))
     strand, firsts = Strand(turns - 1, 0, said * turns), tuple(fork.start for fork in forks)
-    group = Group(tuple(range(turns)), (1,) * turns, (strand,), forks, firsts)
+    group = Group(tuple(range(turns)), tuple(first + 1 for first in firsts), (strand,), forks, firsts)
     plan = make_plan([group], 160, "auto", offload=True)
     assert plan.num_physical_tokens == turns * (said + 1)
     assert plan.depth <= 2 + turns * said / 160
@@ -106,7 +106,7 @@ def test_a_phase_a_fits_the_budget_wherever_its_strands_wait(offload):
     """Eight branches of 100 tokens after a prompt of 60, two rows each."""
     strands = (Strand(0, 0, 60), *(Strand(2 * i, 60, 160, 0) for i in range(8)))
     forks = tuple(Fork(1 + i // 2, 160) for i in range(16))
-    group = Group(tuple(range(16)), (10,) * 16, strands, forks, (160,) * 16)
+    group = Group(tuple(range(16)), (170,) * 16, strands, forks, (160,) * 16)
     plan = make_plan([group], 200, "phased", offload=offload)
     assert plan.num_physical_tokens == 60 + 8 * 100 + 16 * 10
     assert max(sum(group.num_own_strand_tokens for group in each.groups) for each in plan.all_passes) <= 200
@@ -116,7 +116,7 @@ def test_a_tree_whose_strands_leave_no_room_for_its_longest_suffix_nests():
     """In one phased pass 50 tokens of strands would be alive with a suffix of 60."""
     strands = (Strand(0, 0, 10), Strand(0, 10, 30, 0), Strand(2, 10, 30, 0))
     forks = (Fork(1, 30), Fork(1, 30), Fork(2, 30), Fork(2, 30))
-    group = Group((0, 1, 2, 3), (60, 5, 5, 5), strands, forks, (30,) * 4)
+    group = Group((0, 1, 2, 3), (90, 35, 35, 35), strands, forks, (30,) * 4)
     plan = make_plan([group], 100, "auto")
     assert plan.depth > 1 and plan.num_physical_tokens == 125
     assert make_plan([group], 120, "phased").depth == 1, "where there is room, no more forwards"

@@ -72,9 +72,11 @@ def test_what_is_shared_and_where_it_stands_in_a_pass():
 
 def test_a_strand_that_only_empty_responses_need_is_pruned():
     strands = Strand(0, 0, 3), Strand(1, 3, 5, parent=0)
-    group = Group((0, 1), (2, 0), strands, forks=(Fork(0, 3), Fork(1, 5)), first_outputs=(3, 5))
+    group = Group((0, 1), (5, 5), strands, forks=(Fork(0, 3), Fork(1, 5)), first_outputs=(3, 5))
     assert group.output_lens == (2, 0) and group.num_own_strand_outputs == 0
-    in_strand = replace(group, strands=(strands[0], Strand(1, 3, 7, parent=0)), forks=(Fork(0, 3), Fork(1, 7)))
+    in_strand = replace(
+        group, row_ends=(5, 7), strands=(strands[0], Strand(1, 3, 7, parent=0)), forks=(Fork(0, 3), Fork(1, 7))
+    )
     assert in_strand.output_lens == (2, 2) and in_strand.num_own_strand_outputs == 2, "tokens 5 and 6"
     assert [Plan(passes).most_outputs for passes in ((), (PackedPass((in_strand,)),))] == [0, 4]
     pruned = group.pruned()

@@ -294,7 +294,7 @@ def test_gradients_of_a_strand_that_many_calls_read_add_up_in_fp32(monkeypatch):
     number = 151
     strands = tuple(Strand(0, i, i + 1, i - 1) for i in range(number))
     forks = tuple(Fork(i, i + 1) for i in range(number))
-    group = Group((*range(number),), (1,) * number, strands, forks, (*range(1, number + 1),))
+    group = Group((*range(number),), (*range(2, number + 2),), strands, forks, (*range(1, number + 1),))
     packed_row = packed_rows.pack_groups([group], [*range(0, number * number, number)])
     ones = types.SimpleNamespace(
         forward=lambda q, k, v, call: (torch.zeros_like(q), torch.zeros(q.shape[1], len(q))),

@@ -319,7 +319,7 @@ def test_wrong_positions_are_caught_by_log_probs(dtype):
 def test_a_tree_that_no_budget_holds_is_checked_whole_by_what_its_engine_runs(nests):
     """Stages of a pipeline, which nest no passes, would leave out the rows of nested ones."""
     strands = (Strand(0, 0, 9), Strand(0, 9, 39, 0), Strand(1, 9, 39, 0))
-    group = Group((0, 1, 2), (5, 5, 5), strands, (Fork(1, 39), Fork(2, 39), Fork(0, 9)), (39, 39, 9))
+    group = Group((0, 1, 2), (44, 44, 14), strands, (Fork(1, 39), Fork(2, 39), Fork(0, 9)), (39, 39, 9))
     plans = {path: plan_to_check(group, 50, path, nests) for path in ("packed", "phased")}
     assert {path: plan.depth for path, plan in plans.items()} == {"packed": 1, "phased": 2 if nests else 1}
     in_waves = sorted(row for wave in plans["phased"].waves for piece in wave.groups for row in piece.rows)
@@ -364,7 +364,7 @@ def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
     data, backend = _vision_rows([[1, 1], [1, 5], [6, 1], [1, 1]], [{"pixel_values": torch.ones(1)}] * 4)
     groups = [Group.of_prompt((0, 1), 2, (2, 2)), Group.of_prompt((2,), 2, (2,)), Group.of_prompt((3,), 2, (2,))]
     strands, forks = (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2))
-    tree = Group((0, 1, 3), (1, 0, 2), strands, forks, (2, 2, 2))
+    tree = Group((0, 1, 3), (4, 3, 4), strands, forks, (2, 2, 2))
     assert [group.rows for group in candidates(backend, data, groups, 100)] == [(0,), (3,)]
     # A row that lies wholly in strands goes with the row behind it, whose tokens it has.
     assert [group.rows for group in candidates(backend, data, [tree], 100)] == [(0,)]

@@ -146,7 +146,7 @@ class ModelShape:
             dense_mask: attention has no varlen form (sdpa, eager), so that rows in one micro-batch share a T x T mask.
             one_row: a micro-batch has one row, since packed rows would leak state (`recurrent.packing_leak`).
         """
-        lens = [fork.start + 1 + n for g in groups for fork, n in zip(g.forks, g.suffix_lens, strict=True)]
+        lens = [end + 1 for group in groups for end in group.row_ends]
         passes = []
         for batch in first_fit(lens, int, 0 if one_row else budget):
             tokens = sum(batch)

@@ -13,7 +13,7 @@ RowKey = TypeVar("RowKey", bound=Hashable)
 
 
 class Fork(NamedTuple):
-    """Where a row leaves the strands, or where one strand leaves another.
+    """Where a row leaves the strands of its group, or where one strand leaves another.
 
     Attributes:
         strand: index of the strand that is left; -1: none, since no token comes before.
@@ -53,10 +53,14 @@ class Group:
     first. A row without a suffix has an empty response, or in deeper trees lies in strands; then the next row that has
     one begins with the same tokens.
 
+    A fork is where a row leaves the strands of this group; in the group of a phase A, where the row leaves phase A. For
+    example, a row leaves its tree after token 10, and a phase A computes the first 6 tokens. Then the row's fork is at
+    6 in phase A's group. It is at 10 in the group of the nested pass that computes the other 4 tokens.
+
     Attributes:
         rows: numbers of the rows in the batch.
-        suffix_lens: number of suffix tokens of each row; in a phase A in which passes nest, of all its tokens after
-            that phase A, so that rows count later strands each (`SplitGroup.phase_a`).
+        row_ends: how many of each row's first tokens are computed: all but the last one, whose output nobody reads. A
+            row has the same end in all groups of a plan (`Plan.with_last_tokens` adds the last token).
         strands: every strand after its parent; none where no token comes before the suffixes.
         forks: of each row.
         first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.
@@ -64,7 +68,7 @@ class Group:
     """
 
     rows: tuple[int, ...]
-    suffix_lens: tuple[int, ...]
+    row_ends: tuple[int, ...]
     strands: tuple[Strand, ...]
     forks: tuple[Fork, ...]
     first_outputs: tuple[int, ...]
@@ -75,7 +79,12 @@ class Group:
         """The group of rows that share one prompt: their first `prefix_len` tokens, or nothing where that is 0."""
         strands = (Strand(rows[0], 0, prefix_len),) if prefix_len else ()
         forks = (Fork(len(strands) - 1, prefix_len),) * len(rows)
-        return cls(rows, suffix_lens, strands, forks, (prefix_len,) * len(rows))
+        return cls(rows, tuple(prefix_len + n for n in suffix_lens), strands, forks, (prefix_len,) * len(rows))
+
+    @functools.cached_property
+    def suffix_lens(self) -> tuple[int, ...]:
+        """Number of tokens of each row after its fork."""
+        return tuple(end - fork.start for end, fork in zip(self.row_ends, self.forks, strict=True))
 
     @functools.cached_property
     def num_own_strand_tokens(self) -> int:
@@ -96,8 +105,7 @@ class Group:
     @property
     def output_lens(self) -> tuple[int, ...]:
         """Number of outputs that each row reads: one for each response token."""
-        columns = zip(self.forks, self.suffix_lens, self.first_outputs, strict=True)
-        return tuple(fork.start + n - first for fork, n, first in columns)
+        return tuple(end - first for end, first in zip(self.row_ends, self.first_outputs, strict=True))
 
     @property
     def reads_strands(self) -> bool:
@@ -121,6 +129,8 @@ class Group:
 
     @property
     def num_suffix_tokens(self) -> int:
+        """Number of tokens after forks. In a phase A's group each row counts its own, also those that a nested pass
+        computes once for several rows."""
         return sum(self.suffix_lens)
 
     @property
@@ -131,7 +141,7 @@ class Group:
     @property
     def num_logical_tokens(self) -> int:
         """Number of tokens without sharing: every row's suffix and all tokens before it."""
-        return sum(fork.start for fork in self.forks) + self.num_suffix_tokens
+        return sum(self.row_ends)
 
     def strands_before(self, fork: Fork) -> Iterator[tuple[int, int, int]]:
         """Yields (strand, start, end) for each strand before a row's fork, the last strand first: the row reads its
@@ -162,7 +172,7 @@ class Group:
         return replace(
             self,
             rows=tuple(self.rows[i] for i in members),
-            suffix_lens=tuple(self.suffix_lens[i] for i in members),
+            row_ends=tuple(self.row_ends[i] for i in members),
             forks=tuple(self.forks[i] for i in members),
             first_outputs=tuple(self.first_outputs[i] for i in members),
         )

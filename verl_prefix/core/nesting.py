@@ -101,9 +101,8 @@ class Nesting:
     """
 
     def __init__(self, group: Group, budget: int, pass_tokens: int | None, offload: bool) -> None:
-        longest = max(fork.start + n for fork, n in zip(group.forks, group.suffix_lens, strict=True))
         self._group, self._offload = group, offload
-        self._budget = budget if offload else max(budget, longest)
+        self._budget = budget if offload else max(budget, *group.row_ends)
         self._pass_tokens = pass_tokens or sys.maxsize
         self._stretches: list[_Stretch] = []
         self._can_nest = self._read_stretches()

@@ -145,7 +145,7 @@ class Plan:
         output: a `TokenBatch.is_read` leaves it out. Passes are longer by a token per row."""
 
         def longer(group: Group) -> Group:
-            return replace(group, suffix_lens=tuple(n + 1 for n in group.suffix_lens))
+            return replace(group, row_ends=tuple(end + 1 for end in group.row_ends))
 
         def longer_pass(planned: Pass) -> Pass:
             groups = tuple(map(longer, planned.groups))

@@ -229,8 +229,7 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
         waves = tuple(planned.waves)
         others = planned.nested[len(waves) :]
         if any(wave.num_tokens > tokens for wave in waves):
-            # Rows of waves leave strands of this phase A, none that a nested pass computes: so `planned.groups` count
-            # their suffixes right (`SplitGroup.phase_a`).
+            # A row of a wave leaves the tree where it leaves phase A, so its fork is the same in `planned.groups`.
             rows = {row for wave in waves for piece in wave.groups for row in piece.rows}
             members = [[i for i, row in enumerate(group.rows) if row in rows] for group in planned.groups]
             waves = make_waves([g.with_rows(m) for g, m in zip(planned.groups, members, strict=True) if m], tokens)

@@ -34,17 +34,14 @@ class SplitGroup:
                 self._strands.append(strand._replace(end=end, parent=self._numbers[strand.parent]))
 
     def phase_a(self) -> Group:
-        """The group of the phase A. A row's suffix length counts all that follows phase A. Rows that share strands
-        there count these each, so the group's `num_suffix_tokens` is more than nested passes compute."""
+        """The group of the phase A: a row's fork is where the row leaves the tokens that phase A computes."""
         group, ends = self._group, self._ends
         forks = []
         for fork in group.forks:
             before = group.strands_before(fork)
             inside = (Fork(self._numbers[i], min(end, ends[i])) for i, start, end in before if ends[i] > start)
             forks.append(next(inside, Fork(-1, 0)))
-        lens = zip(group.forks, forks, group.suffix_lens, strict=True)
-        suffix_lens = tuple(old.start + n - new.start for old, new, n in lens)
-        return replace(group, strands=tuple(self._strands), forks=tuple(forks), suffix_lens=suffix_lens)
+        return replace(group, strands=tuple(self._strands), forks=tuple(forks))
 
     def nested_pass(self, members: Sequence[int]) -> Group:
         """The group of a nested pass that computes some rows; `members` as in `Group.with_rows`."""

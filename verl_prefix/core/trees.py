@@ -235,8 +235,8 @@ def _groups(
         numbers = {-1: -1} | {strand: number for number, strand in enumerate(order)}
         members = tuple(strands[i]._replace(parent=numbers[strands[i].parent]) for i in order)
         own = tuple(forks[row]._replace(strand=numbers[forks[row].strand]) for row in rows)
-        suffix_lens = tuple(lens[row] - 1 - fork.start for row, fork in zip(rows, own, strict=True))
+        row_ends = tuple(lens[row] - 1 for row in rows)
         first = tuple(first_outputs[row] for row in rows)
-        groups.append(Group(tuple(rows), suffix_lens, members, own, first))
+        groups.append(Group(tuple(rows), row_ends, members, own, first))
     groups += [Group.of_prompt((row,), first, (0,)) for row, first in enumerate(first_outputs) if row not in forks]
     return sorted(groups, key=lambda group: min(group.rows))

@@ -202,8 +202,7 @@ class BatchRows:
         budget, or what verl's micro-batch of the longest rows would hold."""
         if self.flag("use_dynamic_bsz", True):
             return int(self.data["max_token_len_per_gpu"]) * int(self.flag("sp_size", 1))
-        rows = ((fork.start, n) for group in groups for fork, n in zip(group.forks, group.suffix_lens, strict=True))
-        longest = max((start + 1 + n for start, n in rows), default=1)
+        longest = max((end + 1 for group in groups for end in group.row_ends), default=1)
         return int(self.data["micro_batch_size_per_gpu"]) * longest
 
     def check_positions_and_pixels(self, config: Any, rows_begin_at_zero: bool) -> None:

@@ -42,8 +42,7 @@ class MicroBatch:
 
     def budget(self, groups: Sequence[Group]) -> int:
         """Tokens of a pass over rows of `groups`."""
-        rows = (fork.start + 1 + n for g in groups for fork, n in zip(g.forks, g.suffix_lens, strict=True))
-        return self.tokens or self.rows * max(rows, default=1)
+        return self.tokens or self.rows * max((end + 1 for group in groups for end in group.row_ends), default=1)
 
 
 @dataclass(frozen=True)

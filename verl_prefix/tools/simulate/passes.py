@@ -119,9 +119,9 @@ class Simulation:
             if tensor.requires_grad:  # FSDP2 calls these hooks on its shards
                 tensor.register_post_accumulate_grad_hook(lambda shard: tracker.assign(shard.grad, "gradients"))
         rows = sorted(
-            (row, fork.start + 1 + suffix, outputs)
-            for g in job.groups
-            for row, fork, suffix, outputs in zip(g.rows, g.forks, g.suffix_lens, g.output_lens, strict=True)
+            (row, end + 1, outputs)
+            for group in job.groups
+            for row, end, outputs in zip(group.rows, group.row_ends, group.output_lens, strict=True)
         )
         self.lengths = [length for _, length, _ in rows]
         self.suffixes = [outputs for *_, outputs in rows]
