@@ -120,7 +120,7 @@ def test_the_longest_phased_passes_of_two_ranks_run_together():
     """The other rank has one, of three waves: the wave of our shorter one has no partner there."""
     most = iter([[0, 1, -math.inf], [False, 3, 0, 0, False, 0, 0, 0]])
     wave = Wave()
-    plan = Plan((PhasedPass(nested=(wave,)), PhasedPass(nested=(wave,) * 3)))
+    plan = Plan((PhasedPass(waves=(wave,)), PhasedPass(waves=(wave,) * 3)))
     padded = pad_to_same_passes(plan, lambda values: [max(*pair) for pair in zip(values, next(most), strict=True)])
     assert [len(one.waves) for one in padded.phased] == [3, 1]
 

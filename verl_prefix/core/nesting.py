@@ -286,11 +286,11 @@ class Nesting:
             return split.nested_pass([i for i, row in enumerate(group.rows) if row in rows])
 
         in_bins = [nested([row for leaf in each for row in leaf.rows]) for each in way.bins]
-        packed = [PackedPass((each,)) if each.num_own_strand_tokens else Wave((each,)) for each in in_bins]
-        phased = [self._pass(nested(self._subtrees[number].rows), inner) for number, inner in way.inner]
+        waves = tuple(Wave((each,)) for each in in_bins if not each.num_own_strand_tokens)
+        packed = tuple(PackedPass((each,)) for each in in_bins if each.num_own_strand_tokens)
+        phased = tuple(self._pass(nested(self._subtrees[number].rows), inner) for number, inner in way.inner)
         of_phase_a = split.phase_a()
-        packed.sort(key=lambda each: not isinstance(each, Wave))
-        return PhasedPass((of_phase_a,), (*packed, *phased), of_phase_a.reads_strands)
+        return PhasedPass((of_phase_a,), waves, packed, phased, of_phase_a.reads_strands)
 
 
 def _spread(items: Sequence[int]) -> Sequence[int]:

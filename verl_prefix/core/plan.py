@@ -1,11 +1,13 @@
 """What a rank computes of a batch, and in which order: a plan of passes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.packed_row import Phase
+
+OnePass = TypeVar("OnePass", bound="_PassBase")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class _PassBase:
     def num_tokens(self) -> int:
         """Number of tokens that the pass's own forward computes, without those of nested passes."""
         return sum(map(self.tokens_of, self.groups))
+
+    def with_last_tokens(self: OnePass) -> OnePass:
+        """The pass in `Plan.with_last_tokens`."""
+        longer = (replace(group, row_ends=tuple(end + 1 for end in group.row_ends)) for group in self.groups)
+        return replace(self, groups=tuple(longer))
 
 
 @dataclass(frozen=True)
@@ -51,22 +58,32 @@ class PhasedPass(_PassBase):
     deep trees `SplitGroup` makes the groups of both.
 
     Attributes:
-        nested: first waves, then other packed passes, then phased passes.
+        waves: the nested passes that compute suffixes alone.
+        packed, phased: the other nested passes.
         reads_strands: rows of this or another rank read outputs of strands; then lm_head runs in phase A on every rank.
     """
 
     phase: ClassVar[Phase] = "phase_a"
-    nested: "tuple[Pass, ...]" = ()
+    waves: tuple[Wave, ...] = ()
+    packed: tuple[PackedPass, ...] = ()
+    phased: "tuple[PhasedPass, ...]" = ()
     reads_strands: bool = False
 
     @property
-    def waves(self) -> list[Wave]:
-        return [each for each in self.nested if isinstance(each, Wave)]
+    def nested(self) -> "tuple[Pass, ...]":
+        """All nested passes, in the order in which they run."""
+        return (*self.waves, *self.packed, *self.phased)
 
     @property
     def depth(self) -> int:
         """How many passes are nested in one another, this pass among them; waves do not count."""
-        return 1 + max((each.depth for each in self.nested), default=0)
+        return 1 + max((planned.depth for planned in self.nested), default=0)
+
+    def with_last_tokens(self) -> "PhasedPass":
+        waves = tuple(wave.with_last_tokens() for wave in self.waves)
+        packed = tuple(planned.with_last_tokens() for planned in self.packed)
+        phased = tuple(planned.with_last_tokens() for planned in self.phased)
+        return replace(super().with_last_tokens(), waves=waves, packed=packed, phased=phased)
 
 
 Pass = PackedPass | PhasedPass
@@ -91,11 +108,11 @@ class Plan:
 
     @property
     def packed(self) -> list[PackedPass]:
-        return packed_and_phased(self.passes)[0]
+        return [planned for planned in self.passes if isinstance(planned, PackedPass)]
 
     @property
     def phased(self) -> list[PhasedPass]:
-        return packed_and_phased(self.passes)[1]
+        return [planned for planned in self.passes if isinstance(planned, PhasedPass)]
 
     @property
     def all_passes(self) -> list[Pass]:
@@ -143,23 +160,7 @@ class Plan:
     def with_last_tokens(self) -> "Plan":
         """The plan that also computes the last token of each of its rows, for routers that count it. Nobody reads its
         output: a `TokenBatch.is_read` leaves it out. Passes are longer by a token per row."""
-
-        def longer(group: Group) -> Group:
-            return replace(group, row_ends=tuple(end + 1 for end in group.row_ends))
-
-        def longer_pass(planned: Pass) -> Pass:
-            groups = tuple(map(longer, planned.groups))
-            if isinstance(planned, PackedPass):
-                return replace(planned, groups=groups)
-            return replace(planned, groups=groups, nested=tuple(map(longer_pass, planned.nested)))
-
-        return replace(self, passes=tuple(map(longer_pass, self.passes)))
-
-
-def packed_and_phased(passes: Sequence[Pass]) -> tuple[list[PackedPass], list[PhasedPass]]:
-    """Splits passes into packed and phased passes, each in their order."""
-    packed = [planned for planned in passes if isinstance(planned, PackedPass)]
-    return packed, [planned for planned in passes if isinstance(planned, PhasedPass)]
+        return replace(self, passes=tuple(planned.with_last_tokens() for planned in self.passes))
 
 
 def _with_nested(planned: Pass) -> Iterator[Pass]:

@@ -9,14 +9,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from verl_prefix.core.bins import first_fit
 from verl_prefix.core.groups import Group
 from verl_prefix.core.nesting import Nesting
-from verl_prefix.core.plan import PackedPass, Pass, PhasedPass, Plan, Wave, packed_and_phased
-
-OnePass = TypeVar("OnePass", bound=Pass)
+from verl_prefix.core.plan import OnePass, PackedPass, Pass, PhasedPass, Plan, Wave
 
 
 def live_in_pass_order(groups: Sequence[Group]) -> list[Group]:
@@ -105,7 +103,8 @@ def _phased_passes(groups: Sequence[Group], limits: _Limits, nests: bool) -> lis
             pieces += cut
     for members in _phased_sets(pieces, room, sys.maxsize if offload else budget):
         ordered = tuple(live_in_pass_order(members))
-        phased.append(PhasedPass(ordered, limits.waves(ordered), any(group.reads_strands for group in ordered)))
+        reads_strands = any(group.reads_strands for group in ordered)
+        phased.append(PhasedPass(ordered, limits.waves(ordered), reads_strands=reads_strands))
     return [*phased, *deep]
 
 
@@ -223,19 +222,16 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
         plan: from `make_plan`, before `pad_to_same_passes`.
     """
 
-    def limited(planned: Pass) -> Pass:
-        if isinstance(planned, PackedPass):
-            return planned
-        waves = tuple(planned.waves)
-        others = planned.nested[len(waves) :]
+    def limited(planned: PhasedPass) -> PhasedPass:
+        waves = planned.waves
         if any(wave.num_tokens > tokens for wave in waves):
             # A row of a wave leaves the tree where it leaves phase A, so its fork is the same in `planned.groups`.
             rows = {row for wave in waves for piece in wave.groups for row in piece.rows}
             members = [[i for i, row in enumerate(group.rows) if row in rows] for group in planned.groups]
             waves = make_waves([g.with_rows(m) for g, m in zip(planned.groups, members, strict=True) if m], tokens)
-        return replace(planned, nested=(*waves, *map(limited, others)))
+        return replace(planned, waves=waves, phased=tuple(map(limited, planned.phased)))
 
-    return replace(plan, passes=tuple(map(limited, plan.passes)))
+    return replace(plan, passes=(*plan.packed, *map(limited, plan.phased)))
 
 
 def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Sequence[float]]) -> Plan:
@@ -249,9 +245,9 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
     # `at_once` is negated, so that the maximum is the smallest limit.
     most = reduce_max([len(packed), len(phased), -(plan.at_once or math.inf)])
     phased = _same_shapes(_padded(phased, int(most[1]), PhasedPass()), reduce_max)
-    passes: list[Pass] = [*_padded(packed, int(most[0]), PackedPass()), *phased]
+    passes: tuple[Pass, ...] = (*_padded(packed, int(most[0]), PackedPass()), *phased)
     at_once = int(-most[2]) if math.isfinite(most[2]) else None
-    return replace(plan, passes=tuple(passes) or (PackedPass(),), at_once=at_once)
+    return replace(plan, passes=passes or (PackedPass(),), at_once=at_once)
 
 
 def _same_shapes(
@@ -261,21 +257,18 @@ def _same_shapes(
     kind as it has on any rank."""
     if not phased:
         return []
-    counts = []
-    for each in phased:
-        packed, inner = packed_and_phased(each.nested)
-        counts += [each.reads_strands, len(each.waves), len(packed) - len(each.waves), len(inner)]
+    counts = list[int]()
+    for planned in phased:
+        counts += [planned.reads_strands, len(planned.waves), len(planned.packed), len(planned.phased)]
     most = iter(map(int, reduce_max(counts)))
-    same, all_inner = [], []
-    for each in phased:
-        packed, inner = packed_and_phased(each.nested)
-        reads, num_waves, num_others, num_inner = (next(most) for _ in range(4))
-        waves = _padded(each.waves, num_waves, Wave())
-        others = _padded(packed[len(each.waves) :], num_others, PackedPass())
-        same.append((PhasedPass(each.groups, (*waves, *others), bool(reads)), num_inner))
-        all_inner += _padded(_largest_first(inner), num_inner, PhasedPass())
-    following = iter(_same_shapes(all_inner, reduce_max))
-    return [replace(each, nested=(*each.nested, *islice(following, num))) for each, num in same]
+    padded, inner = [], list[PhasedPass]()
+    for planned in phased:
+        reads_strands, num_waves, num_packed, num_phased = (next(most) for _ in range(4))
+        waves, packed = _padded(planned.waves, num_waves, Wave()), _padded(planned.packed, num_packed, PackedPass())
+        padded.append((PhasedPass(planned.groups, waves, packed, reads_strands=bool(reads_strands)), num_phased))
+        inner += _padded(_largest_first(planned.phased), num_phased, PhasedPass())
+    all_inner = iter(_same_shapes(inner, reduce_max))
+    return [replace(planned, phased=tuple(islice(all_inner, num_phased))) for planned, num_phased in padded]
 
 
 def _largest_first(phased: Sequence[PhasedPass]) -> list[PhasedPass]:
@@ -283,5 +276,5 @@ def _largest_first(phased: Sequence[PhasedPass]) -> list[PhasedPass]:
     return sorted(phased, key=lambda planned: (-planned.depth, -len(planned.nested)))
 
 
-def _padded(passes: Sequence[OnePass], length: int, dummy: OnePass) -> list[OnePass]:
-    return [*passes, *[dummy] * (length - len(passes))]
+def _padded(passes: Sequence[OnePass], length: int, dummy: OnePass) -> tuple[OnePass, ...]:
+    return (*passes, *[dummy] * (length - len(passes)))

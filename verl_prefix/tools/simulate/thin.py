@@ -1,13 +1,13 @@
 """Which passes of a mini-batch run in a simulation, and for how many each stands."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.plan import Pass, Plan, Wave, packed_and_phased
+from verl_prefix.core.plan import PackedPass, Pass, PhasedPass, Plan, Wave
 
 Item = TypeVar("Item")
 
@@ -50,16 +50,23 @@ def thinned(
         shown = seeing([group.rows[0] for each in with_pixels for group in each.groups])
         return shown + RATES.seconds(shape, shape.passes_of(inside))
 
-    def chosen(passes: Sequence[Pass], kept: int, weight: float, last_alone: bool) -> Iterator[Pass]:
-        packed, phased = packed_and_phased(passes)
+    def chosen(
+        packed: Sequence[PackedPass], phased: Sequence[PhasedPass], kept: int, weight: float, last_alone: bool
+    ) -> tuple[list[PackedPass], list[PhasedPass]]:
+        chosen_packed, chosen_phased = list[PackedPass](), list[PhasedPass]()
         for one, part in thin(packed, cost, kept, last_alone and not phased):
             weights[one.groups] = weight * part
-            yield one
+            chosen_packed.append(one)
         costliest = max(phased, key=cost, default=None)
         for each, part in thin(phased, cost, kept, last_alone):
             weights[each.groups] = weight * part
             # The costliest phases have the peak; every further ones tell what a wave of theirs costs.
             most = kept if each is costliest else -(-kept // 2)
-            yield replace(each, nested=tuple(chosen(each.nested, most, weight * part, False)))
+            nested, deeper = chosen((*each.waves, *each.packed), each.phased, most, weight * part, False)
+            waves = tuple(one for one in nested if isinstance(one, Wave))
+            others = tuple(one for one in nested if not isinstance(one, Wave))
+            chosen_phased.append(replace(each, waves=waves, packed=others, phased=tuple(deeper)))
+        return chosen_packed, chosen_phased
 
-    return replace(plan, passes=tuple(chosen(plan.passes, kept, 1.0, last_alone))), weights
+    chosen_packed, chosen_phased = chosen(plan.packed, plan.phased, kept, 1.0, last_alone)
+    return replace(plan, passes=(*chosen_packed, *chosen_phased)), weights
