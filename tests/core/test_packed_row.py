@@ -12,7 +12,9 @@ import torch
 from verl_prefix.core.bins import first_fit
 from verl_prefix.core.call_builder import calls_of
 from verl_prefix.core.calls import AttentionParams
+from verl_prefix.core.group_parts import pruned
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
+from verl_prefix.core.output_index import num_own_strand_outputs
 from verl_prefix.core.packed_row import pack_groups
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave
 from verl_prefix.core.planning import (
@@ -73,14 +75,18 @@ def test_what_is_shared_and_where_it_stands_in_a_pass():
 def test_a_strand_that_only_empty_responses_need_is_pruned():
     strands = Strand(0, 0, 3), Strand(1, 3, 5, parent=0)
     group = Group((0, 1), (5, 5), strands, forks=(Fork(0, 3), Fork(1, 5)), first_outputs=(3, 5))
-    assert group.output_lens == (2, 0) and group.num_own_strand_outputs == 0
+    assert group.output_lens == (2, 0) and num_own_strand_outputs(group) == 0
     in_strand = replace(
         group, row_ends=(5, 7), strands=(strands[0], Strand(1, 3, 7, parent=0)), forks=(Fork(0, 3), Fork(1, 7))
     )
-    assert in_strand.output_lens == (2, 2) and in_strand.num_own_strand_outputs == 2, "tokens 5 and 6"
+    assert in_strand.output_lens == (2, 2) and num_own_strand_outputs(in_strand) == 2, "tokens 5 and 6"
     assert [Plan(passes).most_outputs for passes in ((), (PackedPass((in_strand,)),))] == [0, 4]
-    pruned = group.pruned()
-    assert (pruned.num_own_strand_tokens, pruned.strands, pruned.forks) == (3, strands[:1], (Fork(0, 3), Fork(-1, 5)))
+    pruned_group = pruned(group)
+    assert (pruned_group.num_own_strand_tokens, pruned_group.strands, pruned_group.forks) == (
+        3,
+        strands[:1],
+        (Fork(0, 3), Fork(-1, 5)),
+    )
 
 
 def test_empty_prompt_is_refused():

@@ -23,6 +23,7 @@ from verl_prefix.core import call_builder
 from verl_prefix.core import packed_row as packed_rows
 from verl_prefix.core.attention import AttentionSite, GroupedAttention
 from verl_prefix.core.calls import AttentionParams
+from verl_prefix.core.group_parts import pruned, units_of, with_rows
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.planning import make_plan
 from verl_prefix.core.trees import Hashes, cuts_at, group_trees, mix_rows
@@ -81,7 +82,7 @@ def test_a_row_that_lies_in_strands_stands_before_the_row_that_begins_with_its_t
     """So that a cut between rows leaves the two together; also before a row that goes on by one token."""
     (group,) = groups_of([1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 8, 8], [1, 2, 3, 4, 5], cuts=[[4], [4], []])
     assert (group.rows, group.suffix_lens, group.num_own_strand_tokens) == ((2, 0, 1), (0, 1, 2), 4)
-    assert [*group.units()] == [(0, 2), (2, 3)]
+    assert [*units_of(group)] == [(0, 2), (2, 3)]
 
 
 @pytest.mark.parametrize("cut", [1, 2])
@@ -224,14 +225,14 @@ def test_a_tree_is_cut_where_the_fewest_tokens_are_computed(rows, seed, budget):
     whole = [torch.cat(pair) for pair in zip(batch.prompts, batch.responses, strict=True)]
     groups = group_trees(torch.cat(whole), [0, *accumulate(map(len, whole))], [*map(len, batch.prompts)], batch.cuts)
     for group in (group for group in groups if group.num_suffix_tokens):
-        units = [*group.units()]
+        units = [*units_of(group)]
 
         @functools.cache
         def least(first, group=group, units=units):
             """Of all ways to cut the units from `first` on into ranges that fit: tokens and number of pieces."""
             found = [(0, 0)] if first == len(units) else []
             for after in range(first + 1, len(units) + 1):
-                piece = group.with_rows(range(units[first][0], units[after - 1][1])).pruned()
+                piece = pruned(with_rows(group, range(units[first][0], units[after - 1][1])))
                 if after == first + 1 or piece.num_physical_tokens <= budget:
                     tokens, pieces = least(after)
                     found.append((piece.num_physical_tokens + tokens, pieces + 1))
@@ -239,7 +240,7 @@ def test_a_tree_is_cut_where_the_fewest_tokens_are_computed(rows, seed, budget):
 
         cut = [piece for one in make_plan([group], budget, "packed").passes for piece in one.groups]
         alone = [piece for piece in cut if piece.num_physical_tokens > budget]
-        assert all(len([*piece.units()]) == 1 for piece in alone)
+        assert all(len([*units_of(piece)]) == 1 for piece in alone)
         if group.num_physical_tokens > budget:
             assert (sum(piece.num_physical_tokens for piece in cut), len(cut)) == least(0)
 

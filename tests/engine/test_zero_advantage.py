@@ -13,7 +13,8 @@ from torch.distributed import all_reduce, get_rank
 from whole_tensors import whole
 
 from verl_prefix.config.actor import LOSSES_OF_ROWS, MULTIPLES_OF_ADVANTAGE
-from verl_prefix.core.groups import Group, leave_out
+from verl_prefix.core.group_parts import leave_out
+from verl_prefix.core.groups import Group
 from verl_prefix.engine import dead_rows
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
@@ -288,8 +289,8 @@ def test_a_mean_of_no_token_is_no_pass_that_is_not_finite(ranks, models):
 
 def test_whole_units_are_left_out():
     group = Group.of_prompt((3, 4, 5), 10, (2, 0, 4))
-    kept, left = leave_out([group, Group.of_prompt((0, 1), 3, (1, 1))], {0, 1, 4, 5})
-    assert [one.rows for one in kept] == [(3,)] and [one.rows for one in left] == [(4, 5), (0, 1)]
+    computed, idle = leave_out([group, Group.of_prompt((0, 1), 3, (1, 1))], {0, 1, 4, 5})
+    assert [one.rows for one in computed] == [(3,)] and [one.rows for one in idle] == [(4, 5), (0, 1)]
     assert leave_out([group], set()) == ([group], [])
 
 

@@ -18,6 +18,7 @@ from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.groups import Group
 from verl_prefix.core.offload import AHEAD
+from verl_prefix.core.output_index import num_own_strand_outputs
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 
 
@@ -234,7 +235,7 @@ class _Added:
         """Tokens of the strands, and of those whose outputs rows read. Ranks that share a pass have one slice of the
         strands each, of which one may hold all outputs."""
         tokens = sum(group.num_own_strand_tokens for group in groups) / self.slices
-        return tokens, min(sum(group.num_own_strand_outputs for group in groups), tokens)
+        return tokens, min(sum(num_own_strand_outputs(group) for group in groups), tokens)
 
     def kept(self, tokens: float, attention: bool = True) -> float:
         """What layers keep for backward; `attention` False: without attention's outputs, whatever the memory says."""

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.bins import first_fit
 from verl_prefix.core.groups import Group
+from verl_prefix.core.output_index import num_own_strand_outputs
 from verl_prefix.core.plan import PackedPass, Plan
 from verl_prefix.models.last_layer import head_only
 from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, Mixer, mixer_of
@@ -112,7 +113,7 @@ class ModelShape:
         for group in groups:
             if prefixes:
                 tokens += group.num_own_strand_tokens
-                head += group.num_own_strand_outputs
+                head += num_own_strand_outputs(group)
                 pairs += sum(
                     self.pairs(strand.end - strand.start, strand.start) for strand in group.strands[group.num_outer :]
                 )

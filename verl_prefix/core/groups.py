@@ -5,8 +5,8 @@ depend on how many rows share its prefix (README.md says how far). `planning` de
 """
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 RowKey = TypeVar("RowKey", bound=Hashable)
@@ -114,20 +114,6 @@ class Group:
         return any(fork.start > first and fork.strand >= self.num_outer for fork, first in pairs)
 
     @property
-    def num_own_strand_outputs(self) -> int:
-        """Number of tokens of the group's own strands whose outputs rows read. A token counts once."""
-        read = set[tuple[int, int, int]]()  # strand, first token, end
-        for fork, first in zip(self.forks, self.first_outputs, strict=True):
-            before = self.strands_before(fork) if fork.start > first else ()
-            read |= {(strand, max(start, first), end) for strand, start, end in before if strand >= self.num_outer}
-        count, last, counted = 0, -1, 0  # of strand `last`, tokens up to `counted`
-        for strand, start, end in sorted(read):
-            counted = start if strand != last else max(start, counted)
-            count += max(end - counted, 0)
-            last, counted = strand, max(end, counted)
-        return count
-
-    @property
     def num_suffix_tokens(self) -> int:
         """Number of tokens after forks. In a phase A's group each row counts its own, also those that a nested pass
         computes once for several rows."""
@@ -151,55 +137,6 @@ class Group:
             strand = self.strands[number]
             yield number, strand.start, end
             number, end = strand.fork
-
-    def units(self) -> Iterator[tuple[int, int]]:
-        """Yields (start, end) of each part of `rows` that stays together: a row with a suffix, and before it the rows
-        without one that lie in its path. Rows after the last suffix belong to the last unit."""
-        start = 0
-        last = max((i for i, n in enumerate(self.suffix_lens) if n), default=-1)
-        for i, suffix_len in enumerate(self.suffix_lens):
-            if suffix_len and i < last:
-                yield start, i + 1
-                start = i + 1
-        yield start, len(self.rows)
-
-    def with_rows(self, members: Sequence[int]) -> "Group":
-        """The group with all its strands and some of its rows.
-
-        Args:
-            members: which of `rows`, counted from 0, by whole `units`.
-        """
-        return replace(
-            self,
-            rows=tuple(self.rows[i] for i in members),
-            row_ends=tuple(self.row_ends[i] for i in members),
-            forks=tuple(self.forks[i] for i in members),
-            first_outputs=tuple(self.first_outputs[i] for i in members),
-        )
-
-    def pruned(self) -> "Group":
-        """The group without the strand tokens that none of its rows reads, as after `with_rows`."""
-        # Of each strand: the end of what rows read of it, and a row that reads so far.
-        needed = [(0, -1)] * len(self.strands)
-        for row, fork, num_outputs in zip(self.rows, self.forks, self.output_lens, strict=True):
-            for strand, _, end in self.strands_before(fork) if num_outputs else ():
-                if end > needed[strand][0]:
-                    needed[strand] = end, row
-        read = [i for i, (end, _) in enumerate(needed) if end]
-        number = {-1: -1} | {i: n for n, i in enumerate(read)}
-        # Outer strands stay as the passes around compute them.
-        ends = [(self.strands[i].end, self.strands[i].row) if i < self.num_outer else needed[i] for i in read]
-        strands = tuple(
-            Strand(row, self.strands[i].start, end, number[self.strands[i].parent])
-            for i, (end, row) in zip(read, ends, strict=True)
-        )
-        forks = tuple(fork._replace(strand=number.get(fork.strand, -1)) for fork in self.forks)
-        return replace(self, strands=strands, forks=forks, num_outer=sum(i < self.num_outer for i in read))
-
-    def renumbered(self, numbers: Mapping[int, int]) -> "Group":
-        """The group with other numbers for its rows."""
-        strands = tuple(strand._replace(row=numbers[strand.row]) for strand in self.strands)
-        return replace(self, rows=tuple(numbers[row] for row in self.rows), strands=strands)
 
 
 def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_lens: Sequence[int]) -> list[Group]:
@@ -225,22 +162,6 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
             raise ValueError(f"rows {rows} have one key, {key!r}, and prompts of {sorted(lens)} tokens")
         groups.append(Group.of_prompt(tuple(rows), lens.pop() - 1, tuple(response_lens[row] for row in rows)))
     return groups
-
-
-def leave_out(groups: Sequence[Group], rows: Set[int]) -> tuple[list[Group], list[Group]]:
-    """Splits groups into (kept, left): left has the units all of whose rows are in `rows`, which need not be computed;
-    kept has all other units."""
-    kept: list[Group] = []
-    left: list[Group] = []
-    for group in groups:
-        units = [range(*unit) for unit in group.units()]
-        computed = [any(group.rows[i] not in rows for i in unit) for unit in units]
-        for parts, wanted in ((kept, True), (left, False)):
-            chosen = (unit for unit, is_computed in zip(units, computed, strict=True) if is_computed == wanted)
-            members = [i for unit in chosen for i in unit]
-            if members:
-                parts.append(group if len(members) == len(group.rows) else group.with_rows(members).pruned())
-    return kept, left
 
 
 def check_prompts(prompt_lens: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from verl_prefix.core.bins import even_bins
+from verl_prefix.core.group_parts import units_of
 from verl_prefix.core.groups import Fork, Group
 from verl_prefix.core.plan import PackedPass, PhasedPass, Wave
 from verl_prefix.core.split_group import SplitGroup
@@ -139,8 +140,8 @@ class Nesting:
         """Fills `_stretches`; returns whether the tree can be nested: it has two stretches or more, and in every unit
         the rows without a suffix lie on the path of the row with the longest one."""
         group, outputs = self._group, self._group.output_lens
-        units_of: dict[int, dict[int, list[_Load]]] = {}  # of each strand: units, by where they leave it
-        for start, end in group.units():
+        leaving: dict[int, dict[int, list[_Load]]] = {}  # of each strand: units, by where they leave it
+        for start, end in units_of(group):
             last = max(range(start, end), key=lambda i: group.suffix_lens[i])
             path = {strand: until for strand, _, until in group.strands_before(group.forks[last])}
             forks = [group.forks[i] for i in range(start, end) if outputs[i]]
@@ -148,13 +149,13 @@ class Nesting:
                 return False
             number, at_token = group.forks[last]
             unit = _Load(group.suffix_lens[last], tuple(range(start, end)))
-            units_of.setdefault(number, {}).setdefault(at_token, []).append(unit)
+            leaving.setdefault(number, {}).setdefault(at_token, []).append(unit)
         begins: dict[int, set[int]] = {}  # of each strand: where strands that follow it begin
         for strand in group.strands:
             begins.setdefault(strand.parent, set()).add(strand.start)
         number_of: dict[Fork, int] = {}
         for i, strand in enumerate(group.strands):
-            units = units_of.get(i, {})
+            units = leaving.get(i, {})
             before, start = number_of.get(strand.fork), strand.start
             for end in sorted({*units, *begins.get(i, ()), strand.end}):
                 number = number_of[Fork(i, end)] = len(self._stretches)

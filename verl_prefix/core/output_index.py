@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from verl_prefix.core.groups import Group
 from verl_prefix.core.runs import Path, last_of, len_of, part_of, ranges
 
 
@@ -75,3 +76,17 @@ def index_outputs(
     source_tokens, starts = torch.cat(tokens), torch.tensor(level_starts)
     levels = torch.searchsorted(starts, source_tokens, right=True) - 1
     return OutputIndex(torch.cat(places), levels, source_tokens - starts[levels]) if len(source_tokens) else None
+
+
+def num_own_strand_outputs(group: Group) -> int:
+    """Number of tokens of the group's own strands whose outputs rows read. A token counts once."""
+    read = set[tuple[int, int, int]]()  # strand, first token, end
+    for fork, first in zip(group.forks, group.first_outputs, strict=True):
+        before = group.strands_before(fork) if fork.start > first else ()
+        read |= {(strand, max(start, first), end) for strand, start, end in before if strand >= group.num_outer}
+    count, last, counted = 0, -1, 0  # of strand `last`, tokens up to `counted`
+    for strand, start, end in sorted(read):
+        counted = start if strand != last else max(start, counted)
+        count += max(end - counted, 0)
+        last, counted = strand, max(end, counted)
+    return count

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 from verl_prefix.core.groups import Group
+from verl_prefix.core.output_index import num_own_strand_outputs
 from verl_prefix.core.packed_row import Phase
 
 OnePass = TypeVar("OnePass", bound="_PassBase")
@@ -148,7 +149,7 @@ class Plan:
         outputs = []
         for planned in self.all_passes:
             suffixes = (group.num_suffix_tokens for group in planned.groups if isinstance(planned, PackedPass))
-            outputs.append(sum(group.num_own_strand_outputs for group in planned.groups) + sum(suffixes))
+            outputs.append(sum(num_own_strand_outputs(group) for group in planned.groups) + sum(suffixes))
         return max(outputs, default=0)
 
     @property

@@ -12,6 +12,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from verl_prefix.core.bins import first_fit
+from verl_prefix.core.group_parts import pruned, units_of, with_rows
 from verl_prefix.core.groups import Group
 from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import OnePass, PackedPass, Pass, PhasedPass, Plan, Wave
@@ -160,7 +161,7 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     is_tree = len(group.strands) > 1
     if not suffixes and not is_tree:  # every piece would have the same strand
         return [group]
-    units, outputs = list(group.units()), group.output_lens
+    units, outputs = list(units_of(group)), group.output_lens
     # Of each unit: tokens of its suffix, and what its rows read of strands.
     suffix = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
     paths = [
@@ -187,7 +188,7 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
         cuts.append(best[cuts[-1]].next_unit)
     if len(cuts) == 2:
         return [group]
-    return [group.with_rows(range(units[i][0], units[j - 1][1])).pruned() for i, j in pairwise(cuts)]
+    return [pruned(with_rows(group, range(units[i][0], units[j - 1][1]))) for i, j in pairwise(cuts)]
 
 
 def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
@@ -195,7 +196,7 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # number of a group -> start and end of its rows
     used = 0
     for number, group in enumerate(groups):
-        for start, end in group.units():
+        for start, end in units_of(group):
             num_tokens = sum(group.suffix_lens[start:end])
             if used and used + num_tokens > wave_tokens:
                 waves.append({})
@@ -203,7 +204,7 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
             used += num_tokens
             waves[-1][number] = waves[-1].get(number, (start, end))[0], end
     in_wave = [replace(group, num_outer=len(group.strands)) for group in groups]  # phase A computes all strands
-    in_waves = (tuple(in_wave[number].with_rows(range(*rows)) for number, rows in wave.items()) for wave in waves)
+    in_waves = (tuple(with_rows(in_wave[number], range(*rows)) for number, rows in wave.items()) for wave in waves)
     return tuple(Wave(pieces) for pieces in in_waves)
 
 
@@ -228,7 +229,7 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
             # A row of a wave leaves the tree where it leaves phase A, so its fork is the same in `planned.groups`.
             rows = {row for wave in waves for piece in wave.groups for row in piece.rows}
             members = [[i for i, row in enumerate(group.rows) if row in rows] for group in planned.groups]
-            waves = make_waves([g.with_rows(m) for g, m in zip(planned.groups, members, strict=True) if m], tokens)
+            waves = make_waves([with_rows(g, m) for g, m in zip(planned.groups, members, strict=True) if m], tokens)
         return replace(planned, waves=waves, phased=tuple(map(limited, planned.phased)))
 
     return replace(plan, passes=(*plan.packed, *map(limited, plan.phased)))

@@ -8,6 +8,7 @@ nested pass   outer strand [0, 6), own strand [6, 10)     suffixes of 3 and 5 to
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from verl_prefix.core.group_parts import pruned, with_rows
 from verl_prefix.core.groups import Fork, Group, Strand
 
 
@@ -44,7 +45,7 @@ class SplitGroup:
         return replace(group, strands=tuple(self._strands), forks=tuple(forks))
 
     def nested_pass(self, members: Sequence[int]) -> Group:
-        """The group of a nested pass that computes some rows; `members` as in `Group.with_rows`."""
+        """The group of a nested pass that computes some rows; `members` as in `with_rows`."""
         strands, rest_number = [*self._strands], dict[int, int]()  # of what follows phase A in each strand
 
         def number_before(fork: Fork) -> int:
@@ -59,4 +60,4 @@ class SplitGroup:
                 strands.append(strand._replace(start=max(end, strand.start), parent=parent))
         forks = tuple(fork._replace(strand=number_before(fork)) for fork in self._group.forks)
         split = replace(self._group, strands=tuple(strands), forks=forks, num_outer=len(self._strands))
-        return split.with_rows(members).pruned()
+        return pruned(with_rows(split, members))

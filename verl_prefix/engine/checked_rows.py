@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 
+from verl_prefix.core.group_parts import pruned, units_of, with_rows
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.rows import BatchRows
@@ -77,9 +78,9 @@ def _with_chosen(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]
     none."""
     found = []
     for group in groups:
-        units = [range(*unit) for unit in group.units()]
+        units = [range(*unit) for unit in units_of(group)]
         members = [i for unit in units if all(chosen[group.rows[j]] for j in unit) for i in unit]
-        found += [group.with_rows(members)] if members else []
+        found += [with_rows(group, members)] if members else []
     return found
 
 
@@ -99,7 +100,7 @@ def cheapest(groups: Sequence[Group], num_rows: int) -> Group:
 def _with_few_rows(group: Group, num_rows: int) -> Group:
     """Cuts a group to two units, or to three of a tree, whose passes then nest. If these have too few response tokens
     to compare, more units follow, as long as a check of so many rows is cheap beside an update of `num_rows`."""
-    units = sorted(group.units(), key=lambda unit: -_num_tokens(group, unit))
+    units = sorted(units_of(group), key=lambda unit: -_num_tokens(group, unit))
     fewest = 2
     if len(group.strands) > 1 and len(units) > 2:
         units, fewest = _in_order_of_interest(group, units), 3
@@ -107,7 +108,7 @@ def _with_few_rows(group: Group, num_rows: int) -> Group:
     count = fewest
     while count < most and sum(_num_tokens(group, unit) for unit in units[:count]) < _ENOUGH_TOKENS:
         count += 1
-    return group.with_rows(sorted(i for unit in units[:count] for i in range(*unit))).pruned()
+    return pruned(with_rows(group, sorted(i for unit in units[:count] for i in range(*unit))))
 
 
 def _in_order_of_interest(group: Group, units: Sequence[Unit]) -> list[Unit]:

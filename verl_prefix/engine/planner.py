@@ -15,7 +15,8 @@ from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.config.actor import tokens_key
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.groups import Group, leave_out
+from verl_prefix.core.group_parts import leave_out
+from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels.cuda_rules import is_deterministic
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan

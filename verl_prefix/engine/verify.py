@@ -13,6 +13,7 @@ from verl_prefix.auto.cost import Memory
 from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.context import ForwardContext
+from verl_prefix.core.group_parts import renumbered
 from verl_prefix.core.groups import Group
 from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan
@@ -64,7 +65,7 @@ class _Sample(NamedTuple):
             selected.data["verify_weight"] = torch.tensor(weights)
         tu.assign_non_tensor(for_stock.data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
         numbers = {number: new_number for new_number, number in enumerate(group.rows)}
-        return cls(group.renumbered(numbers), rows, for_stock, function)
+        return cls(renumbered(group, numbers), rows, for_stock, function)
 
 
 class Verification:

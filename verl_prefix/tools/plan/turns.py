@@ -16,6 +16,7 @@ from verl.trainer.ppo import padding_utils
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.auto.shape import ModelShape
+from verl_prefix.core.group_parts import renumbered
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.grouping import TreeRule, group_rows
 from verl_prefix.engine.row_table import RowTable, describe
@@ -87,7 +88,7 @@ class TokenStep(Step):
         if asked not in self.known and rows:
             some = self.batch.select(rows, [keys[row] for row in rows])
             groups = group_rows(some, TreeRule(self.over, frozenset({END})), is_cut)
-            self.known[asked] = [group.renumbered(dict(enumerate(rows))) for group in groups]
+            self.known[asked] = [renumbered(group, dict(enumerate(rows))) for group in groups]
         return self.known.get(asked, [])
 
 

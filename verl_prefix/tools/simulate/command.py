@@ -14,6 +14,7 @@ from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.megatron import Division, State
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.engines import FSDP2, MEGATRON, VEOMNI, engine_of, slices_of
+from verl_prefix.core.group_parts import renumbered
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.report import Table
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
@@ -82,7 +83,7 @@ def read_job(
         lora = dict(r=model.lora_rank, lora_alpha=model.lora_alpha, **options)
     ends = accumulate(len(group.rows) for group in groups)
     in_order = [
-        group.renumbered(dict(zip(group.rows, range(end - len(group.rows), end), strict=True)))
+        renumbered(group, dict(zip(group.rows, range(end - len(group.rows), end), strict=True)))
         for group, end in zip(groups, ends, strict=True)
     ]
     memory = memory_of_engine(config, gpus)

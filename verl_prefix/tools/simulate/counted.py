@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from verl_prefix.core import forward
 from verl_prefix.core.forward import _OUTPUTS, PackedForward
 from verl_prefix.core.groups import Group
+from verl_prefix.core.output_index import num_own_strand_outputs
 from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
@@ -68,7 +69,7 @@ def _counted_head_tokens(packed_row: PackedRow) -> torch.Tensor:
     if packed_row.output_index is None or not isinstance(packed_row.places, FakeTensor):
         whole: torch.Tensor = _head_tokens(packed_row)
         return whole
-    kept = sum(group.num_own_strand_outputs for group in packed_row.groups) if packed_row.num_strand_tokens else 0
+    kept = sum(num_own_strand_outputs(group) for group in packed_row.groups) if packed_row.num_strand_tokens else 0
     if packed_row.num_tokens > packed_row.num_strand_tokens:
         pairs = (pair for g in packed_row.groups for pair in zip(g.suffix_lens, g.output_lens, strict=True))
         kept += sum(min(pair) for pair in pairs)
