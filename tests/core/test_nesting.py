@@ -43,6 +43,21 @@ def plan_of(batch, budget: int, schedule: str = "phased", **options) -> Plan:
     return make_plan(groups, budget, schedule, **options)
 
 
+def test_the_example_of_nesting():
+    """In the docstring of verl_prefix/core/nesting.py."""
+    turn_1, turn_2, turn_3 = Strand(0, 40, 60, 0), Strand(2, 40, 60, 0), Strand(4, 40, 80, 0)
+    forks = (*[Fork(1, 60)] * 2, *[Fork(2, 60)] * 2, *[Fork(3, 80)] * 4)
+    strands = (Strand(0, 0, 40), turn_1, turn_2, turn_3)
+    group = Group((*range(8),), (65,) * 4 + (90,) * 4, strands, forks, (40,) * 8)
+    (trunk,) = make_plan([group], 100, "auto").passes
+    assert trunk.num_tokens == 40 and [(one.num_tokens, one.groups[0].rows) for one in trunk.packed] == [
+        (60, (*range(4),))
+    ]
+    (inner,) = trunk.phased
+    assert inner.num_tokens == 40 and [wave.groups[0].rows for wave in inner.waves] == [(4, 5), (6, 7)]
+    assert not trunk.waves and inner.nested == inner.waves
+
+
 @settings(max_examples=300)
 @given(
     rows=st.sampled_from(deep_rows), seed=st.integers(0, 2**20), budget=st.integers(8, 300),

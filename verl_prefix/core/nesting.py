@@ -1,13 +1,27 @@
-"""Deep trees that do not fit a budget: which strands a phase A computes, and which passes are nested in it.
+"""Nested passes for a deep tree that exceeds the budget. Each token is computed once, in few forwards.
 
-    trunk, that three turns follow        phase A [ trunk ]
-    trunk - turn 1                            packed pass [ turn 1 and its suffixes | turn 2 and its suffixes ]
-          - turn 2                            phase A [ first half of turn 3 ]
-          - turn 3, long                          packed pass [ what follows ]
-                                              phase C
-                                          phase C
+An example with a budget of 100 tokens: a trunk of 40 tokens is followed by three turns. Turns 1 and 2 have 30 tokens
+each with their suffixes. Turn 3 has 40, and four suffixes of 10 after it.
 
-Every token is computed once. What is alive at once is the strands of the phases A around, and one pass among them.
+    phase A [ trunk ]                   40 tokens are alive, which leaves room for 60
+        packed pass [ turn 1 | turn 2 ]     30 + 30 tokens
+        phase A [ turn 3 ]              80 tokens are alive, which leaves room for 20
+            wave [ suffix | suffix ]        10 + 10 tokens
+            wave [ suffix | suffix ]        10 + 10 tokens
+        phase C
+    phase C
+
+The search goes by stretches (`stretches`):
+
+- Its state is a stretch, and how many tokens are alive before it: those of the phases A around.
+- It decides which stretches a phase A computes: this one, and maybe some after it. What follows them goes into packed
+  passes, if it has room with all after it. Else it gets a phase A of its own, and is the next state.
+- Cost is compared first by the tokens alive at once, as far as they exceed the budget; then by the number of forwards;
+  then by the tokens alive at once.
+- Candidates are few, as a tree has too many sets of stretches. Some go along the largest branch, which is most likely
+  to exceed the budget. Others are all stretches with more than n tokens in their subtrees: smaller subtrees have room
+  in packed passes. So the way that is found need not be the best one.
+- Ways of later stretches are known first, since the cost of a way includes theirs.
 """
 
 import sys
@@ -17,43 +31,41 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from verl_prefix.core.bins import even_bins
-from verl_prefix.core.group_parts import units_of
-from verl_prefix.core.groups import Fork, Group
+from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import PackedPass, PhasedPass, Wave
 from verl_prefix.core.split_group import SplitGroup
+from verl_prefix.core.stretches import Load, read_stretches
 
-_MOST_TRIED = 8  # phases A of each kind that are tried for one stretch
+_MOST_TRIED = 8  # phases A of each kind that are tried in one state
 
 
-class _Load(NamedTuple):
-    """What one pass computes whole: a unit, or a stretch with all after it.
+class Work(NamedTuple):
+    """What it takes to compute a group, compared field by field.
 
     Attributes:
-        tokens: number of its tokens.
-        rows: counted from 0 in the group.
+        tokens: number of tokens that are computed.
+        alive: the most tokens that are alive at once.
+        forwards: number of forwards, each phase A and each packed pass.
     """
 
     tokens: int
-    rows: tuple[int, ...]
+    alive: int
+    forwards: int
 
 
-class _Stretch(NamedTuple):
-    """Tokens of a strand between two tokens at which rows leave it or strands begin.
+class _State(NamedTuple):
+    """What the search needs to know of a stretch.
 
     Attributes:
-        strand, end, length: the stretch ends before token `end` of the strand's row.
-        units: each unit that leaves the strand at the stretch's end.
-        next: numbers of the stretches that follow.
+        stretch: the stretch's number.
+        alive: number of tokens that are alive before it.
     """
 
-    strand: int
-    end: int
-    length: int
-    units: list[_Load]
-    next: list[int]
+    stretch: int
+    alive: int
 
 
-class _PhaseAChoice(NamedTuple):
+class _PhaseA(NamedTuple):
     """Stretches that a phase A may compute.
 
     Attributes:
@@ -66,33 +78,60 @@ class _PhaseAChoice(NamedTuple):
 
     stretches: frozenset[int]
     tokens: int
-    units: list[_Load]
+    units: list[Load]
     unit_tokens: int
     longest_unit: int
     next: list[int]
+
+
+class _Cost(NamedTuple):
+    """The cost of a way, compared field by field.
+
+    Attributes:
+        limit: `peak`, or the budget where that is more.
+        forwards: number of its forwards, each phase A and each packed pass.
+        peak: the most tokens that are alive at once.
+    """
+
+    limit: int
+    forwards: int
+    peak: int
 
 
 class _Way(NamedTuple):
     """A way to compute a stretch and all after it: a phase A computes the first stretches, nested passes the rest.
 
     Attributes:
-        peak: the most tokens that are alive at once.
-        forwards: number of its forwards, each phase A and each packed pass.
         phase_a: numbers of the stretches that phase A computes.
         inner: stretches after these that need a phase A of their own, each with its way.
         bins: what each packed pass computes.
+        cost: of all its passes.
     """
 
-    peak: int
-    forwards: int
     phase_a: frozenset[int]
-    inner: "tuple[tuple[int, _Way], ...]"
-    bins: Sequence[Sequence[_Load]]
+    inner: "Sequence[tuple[int, _Way]]"
+    bins: Sequence[Sequence[Load]]
+    cost: _Cost = _Cost(0, 0, 0)
+
+
+class _Draft(NamedTuple):
+    """A way without its packed passes, which take long to make.
+
+    Attributes:
+        phase_a: what phase A computes.
+        alive: number of tokens that are alive after phase A.
+        fitting: subtrees after phase A that go into packed passes.
+        inner: as in `_Way`.
+    """
+
+    phase_a: _PhaseA
+    alive: int
+    fitting: list[Load]
+    inner: list[tuple[int, _Way]]
 
 
 class Nesting:
-    """Searches for a way to compute a deep tree with every token once, in few forwards. It tries at most `_MOST_TRIED`
-    phases A of each kind for a stretch.
+    """Searches for a way to compute a deep tree, as said above.
 
     Args:
         group: the tree.
@@ -105,170 +144,132 @@ class Nesting:
         self._group, self._offload = group, offload
         self._budget = budget if offload else max(budget, *group.row_ends)
         self._pass_tokens = pass_tokens or sys.maxsize
-        self._stretches: list[_Stretch] = []
-        self._can_nest = self._read_stretches()
-        if self._can_nest:
-            self._subtrees = [_Load(0, ())] * len(self._stretches)  # each stretch with all after it
-            for number in reversed(range(len(self._stretches))):  # stretches that follow have higher numbers
-                stretch = self._stretches[number]
-                after = [*stretch.units, *(self._subtrees[i] for i in stretch.next)]
-                rows = tuple(row for load in after for row in load.rows)
-                self._subtrees[number] = _Load(stretch.length + sum(load.tokens for load in after), rows)
+        self._stretches = read_stretches(group)
 
-    def better_than(self, tokens: int, alive: int, forwards: int) -> PhasedPass | None:
-        """The pass of the whole group by the best way, if that is better than the pieces, compared by tokens computed,
-        then tokens alive at once beyond the budget, then forwards. Else None, as for a tree that cannot be nested
-        (`_read_stretches`)."""
-        way = self._best() if self._can_nest else None
-        if way is None:
+    def pass_if_cheaper(self, than: Work) -> PhasedPass | None:
+        """The pass of the whole group by the way that is found, if it is less work. Else None, also for a tree whose
+        passes cannot nest. Tokens alive at once count as far as they exceed the budget."""
+        if not self._stretches:
             return None
-        own = self._group.num_physical_tokens, max(way.peak, self._budget), way.forwards
-        return self._pass(self._group, way) if own < (tokens, max(alive, self._budget), forwards) else None
+        way = self._cheapest_way()
+        work = Work(self._group.num_physical_tokens, way.cost.limit, way.cost.forwards)
+        is_cheaper = work < than._replace(alive=max(than.alive, self._budget))
+        return self._make_pass(self._group, way) if is_cheaper else None
 
     def deepest(self) -> PhasedPass | None:
-        """For `engine.verify`, of a few rows: the pass in which every stretch has a phase A of its own, and every
-        suffix a packed pass, nested as deep as the tree is. None where the tree cannot be nested."""
+        """For the self-check, of a few rows: the pass in which every stretch has a phase A of its own, and every
+        suffix a packed pass, nested as deep as the tree is. None where passes cannot nest."""
+        return self._make_pass(self._group, self._deepest_way(0)) if self._stretches else None
 
-        def way(number: int) -> _Way:
-            stretch = self._stretches[number]
-            inner = tuple((i, way(i)) for i in stretch.next)
-            return _Way(0, 0, frozenset((number,)), inner, [[unit] for unit in stretch.units])
+    def _deepest_way(self, number: int) -> _Way:
+        stretch = self._stretches[number]
+        inner = [(i, self._deepest_way(i)) for i in stretch.next]
+        return _Way(frozenset((number,)), inner, [[unit] for unit in stretch.units])
 
-        return self._pass(self._group, way(0)) if self._can_nest else None
+    def _cheapest_way(self) -> _Way:
+        """The way for the whole tree. This is a loop, since a session of some hundred turns has as many stretches after
+        each other, more than Python's stack has room for."""
+        ways: dict[_State, _Way] = {}
+        for state, candidates in reversed(self._candidates_by_state().items()):
+            cheapest: _Way | None = None
+            for phase_a in candidates:
+                draft = self._draft(phase_a, state.alive + self._kept(phase_a), ways)
+                if cheapest is None or self._least_cost(draft) < cheapest.cost:
+                    way = self._finished(draft)
+                    cheapest = way if cheapest is None or way.cost < cheapest.cost else cheapest
+            assert cheapest is not None
+            ways[state] = cheapest
+        return ways[_State(0, 0)]
 
-    def _read_stretches(self) -> bool:
-        """Fills `_stretches`; returns whether the tree can be nested: it has two stretches or more, and in every unit
-        the rows without a suffix lie on the path of the row with the longest one."""
-        group, outputs = self._group, self._group.output_lens
-        leaving: dict[int, dict[int, list[_Load]]] = {}  # of each strand: units, by where they leave it
-        for start, end in units_of(group):
-            last = max(range(start, end), key=lambda i: group.suffix_lens[i])
-            path = {strand: until for strand, _, until in group.strands_before(group.forks[last])}
-            forks = [group.forks[i] for i in range(start, end) if outputs[i]]
-            if not path or any(fork.start > path.get(fork.strand, 0) for fork in forks):
-                return False
-            number, at_token = group.forks[last]
-            unit = _Load(group.suffix_lens[last], tuple(range(start, end)))
-            leaving.setdefault(number, {}).setdefault(at_token, []).append(unit)
-        begins: dict[int, set[int]] = {}  # of each strand: where strands that follow it begin
-        for strand in group.strands:
-            begins.setdefault(strand.parent, set()).add(strand.start)
-        number_of: dict[Fork, int] = {}
-        for i, strand in enumerate(group.strands):
-            units = leaving.get(i, {})
-            before, start = number_of.get(strand.fork), strand.start
-            for end in sorted({*units, *begins.get(i, ()), strand.end}):
-                number = number_of[Fork(i, end)] = len(self._stretches)
-                if before is not None:
-                    self._stretches[before].next.append(number)
-                self._stretches.append(_Stretch(i, end, end - start, units.get(end, []), []))
-                before, start = number, end
-        return len(self._stretches) > 1
+    def _candidates_by_state(self) -> dict[_State, list[_PhaseA]]:
+        """The phases A to try in each state that can be reached, states of earlier stretches first."""
+        found: dict[_State, list[_PhaseA]] = {}
+        alive_before = [set[int]() for _ in self._stretches]  # how many tokens may be alive before each stretch
+        alive_before[0].add(0)
+        for number, alive_counts in enumerate(alive_before):
+            if not alive_counts:
+                continue
+            smallest, *larger = self._candidates(number)
+            for alive in alive_counts:
+                # A phase A that stays alive leaves room for one token of a suffix. The smallest one is always tried:
+                # there is a way where one row alone exceeds the budget, too.
+                most = self._budget - alive - (0 if self._offload else 1)
+                tried = [smallest, *(phase_a for phase_a in larger if phase_a.tokens <= most)]
+                found[_State(number, alive)] = tried
+                for phase_a in tried:
+                    alive_after = alive + self._kept(phase_a)
+                    for following in phase_a.next:
+                        if not self._has_room(following, alive_after):
+                            alive_before[following].add(alive_after)
+        return found
 
-    def _choices(self, number: int) -> list[_PhaseAChoice]:
-        """What a phase A may compute from stretch `number` on, the fewest stretches first.
-
-        Candidates are the first n stretches along the largest branch, also the most that fit the budget; and every
-        stretch that has, with all after it, more than m tokens.
-        """
+    def _candidates(self, number: int) -> list[_PhaseA]:
+        """What a phase A may compute from stretch `number` on, the fewest stretches first: the first n stretches along
+        the largest branch, also the most that fit the budget; and every stretch whose subtree has more than n
+        tokens."""
         branch = [number]
-        while self._stretches[branch[-1]].next:
-            branch.append(max(self._stretches[branch[-1]].next, key=lambda i: self._subtrees[i].tokens))
+        while following := self._stretches[branch[-1]].next:
+            branch.append(max(following, key=self._subtree_tokens))
         num_fit = bisect_right([*accumulate(self._stretches[i].length for i in branch)], self._budget)
         chosen = {frozenset(branch[:n]) for n in (max(num_fit, 1), *_spread(range(1, len(branch) + 1)))}
         inside = [number]
         for i in inside:  # which grows: the stretches after `number`, level by level
             inside += self._stretches[i].next
-        for least in _spread(sorted({0, *(self._subtrees[i].tokens for i in inside)})):
-            chosen.add(frozenset(i for i in inside if self._subtrees[i].tokens > least or i == number))
-        return [self._choice(sorted(numbers)) for numbers in sorted(chosen, key=lambda each: (len(each), min(each)))]
+        for least in _spread(sorted({0, *map(self._subtree_tokens, inside)})):
+            chosen.add(frozenset(i for i in inside if self._subtree_tokens(i) > least or i == number))
+        return [self._phase_a(sorted(numbers)) for numbers in sorted(chosen, key=len)]
 
-    def _choice(self, numbers: Sequence[int]) -> _PhaseAChoice:
+    def _phase_a(self, numbers: Sequence[int]) -> _PhaseA:
         inside, stretches = frozenset(numbers), [self._stretches[i] for i in numbers]
-        tokens = sum(stretch.length for stretch in stretches)
         units = [unit for stretch in stretches for unit in stretch.units]
-        lens = [0, *(unit.tokens for unit in units)]
-        following = [i for each in stretches for i in each.next if i not in inside]
-        return _PhaseAChoice(inside, tokens, units, sum(lens), max(lens), following)
+        unit_lens = [0, *(unit.tokens for unit in units)]
+        following = [i for stretch in stretches for i in stretch.next if i not in inside]
+        tokens = sum(stretch.length for stretch in stretches)
+        return _PhaseA(inside, tokens, units, sum(unit_lens), max(unit_lens), following)
 
-    def _kept(self, choice: _PhaseAChoice) -> int:
+    def _subtree_tokens(self, number: int) -> int:
+        return self._stretches[number].subtree.tokens
+
+    def _kept(self, phase_a: _PhaseA) -> int:
         """Tokens of a phase A that stay alive until its phase C."""
-        return 0 if self._offload else choice.tokens
-
-    def _best(self) -> _Way:
-        """The way for the whole tree. A loop, since a session of some hundred turns is deeper than Python's stack:
-        first how many tokens may be alive before each stretch, then the best way of each stretch, the last ones
-        first."""
-        tried: list[tuple[int, int, list[_PhaseAChoice]]] = []  # stretch, tokens alive before it, phases A to try
-        alive_before: list[set[int]] = [{0}, *(set[int]() for _ in self._stretches[1:])]
-        for number, alive_counts in enumerate(alive_before):
-            choices = self._choices(number) if alive_counts else []
-            for alive in alive_counts:
-                # The smallest phase A is always tried: there is a way where one row alone exceeds the budget, too.
-                room = self._budget - alive
-                fit = (choice for choice in choices[1:] if choice.tokens + (not self._offload) <= room)
-                tries = [*choices[:1], *fit]
-                tried.append((number, alive, tries))
-                for choice in tries:
-                    kept = alive + self._kept(choice)
-                    for following in self._needing_phase_a(choice, kept):
-                        alive_before[following].add(kept)
-        best: dict[tuple[int, int], _Way] = {}
-        for number, alive, tries in reversed(tried):
-            way: _Way | None = None
-            for choice in tries:
-                way = self._better(way, choice, alive + self._kept(choice), best)
-            assert way is not None
-            best[number, alive] = way
-        return best[0, 0]
+        return 0 if self._offload else phase_a.tokens
 
     def _room(self, alive: int) -> int:
         """Tokens that a packed pass may have while `alive` tokens are alive."""
         return min(self._budget - alive, self._pass_tokens)
 
-    def _needing_phase_a(self, choice: _PhaseAChoice, alive: int) -> list[int]:
-        """The stretches after a phase A that no packed pass has room for, each with all after it.
+    def _has_room(self, number: int, alive: int) -> bool:
+        """Whether a packed pass may compute a stretch and all after it while `alive` tokens are alive."""
+        return self._subtree_tokens(number) <= self._room(alive)
 
-        Args:
-            alive: tokens that are alive after that phase A.
-        """
-        room = self._room(alive)
-        return [i for i in choice.next if self._subtrees[i].tokens > room]
+    def _draft(self, phase_a: _PhaseA, alive: int, ways: Mapping[_State, _Way]) -> _Draft:
+        """The way that begins with a phase A, after which `alive` tokens are alive. ways: of states after it."""
+        fitting = [self._stretches[i].subtree for i in phase_a.next if self._has_room(i, alive)]
+        inner = [(i, ways[_State(i, alive)]) for i in phase_a.next if not self._has_room(i, alive)]
+        return _Draft(phase_a, alive, fitting, inner)
 
-    def _better(
-        self, than: _Way | None, choice: _PhaseAChoice, alive: int, best: Mapping[tuple[int, int], _Way]
-    ) -> _Way:
-        """The way that begins with a phase A; or `than`, where that is as good.
+    def _finished(self, draft: _Draft) -> _Way:
+        loads = sorted([*draft.phase_a.units, *draft.fitting], key=lambda load: load.rows)
+        bins = even_bins(loads, lambda load: load.tokens, self._room(draft.alive))
+        largest = max((sum(load.tokens for load in members) for members in bins), default=0)
+        return _Way(draft.phase_a.stretches, draft.inner, bins, self._cost(draft, len(bins), largest))
 
-        Args:
-            alive: tokens that are alive after that phase A.
-            best: ways of the stretches that follow, by the stretch and the tokens that are alive before it.
-        """
-        room = self._room(alive)
-        fit = [i for i in choice.next if self._subtrees[i].tokens <= room]
-        inner = tuple((i, best[i, alive]) for i in self._needing_phase_a(choice, alive))
+    def _least_cost(self, draft: _Draft) -> _Cost:
+        """A lower bound: the cost if packed passes were as few as their tokens allow, and even."""
+        # No packed pass has more tokens than this: what has no room beside others is one unit.
+        most = max(self._room(draft.alive), draft.phase_a.longest_unit, 1)
+        tokens = draft.phase_a.unit_tokens + sum(load.tokens for load in draft.fitting)
+        fewest = -(-tokens // most)
+        return self._cost(draft, fewest, -(-tokens // max(fewest, 1)))
 
-        def way(passes: int, largest: int, bins: Sequence[Sequence[_Load]] = ()) -> _Way:
-            peak = max([choice.tokens, alive + largest, *(each.peak for _, each in inner)])
-            forwards = 1 + passes + sum(each.forwards for _, each in inner)
-            return _Way(peak, forwards, choice.stretches, inner, bins)
+    def _cost(self, draft: _Draft, num_packed: int, largest: int) -> _Cost:
+        """The cost of a way with `num_packed` packed passes, of which the largest has `largest` tokens."""
+        inner = [way.cost for _, way in draft.inner]
+        # Tokens of phase A itself count until it is done, wherever they wait then.
+        peak = max([draft.phase_a.tokens, draft.alive + largest, *(cost.peak for cost in inner)])
+        return _Cost(max(peak, self._budget), 1 + num_packed + sum(cost.forwards for cost in inner), peak)
 
-        if than is not None and choice.longest_unit <= room:  # else a pass may have more than the room
-            # Bins take long to make. There are no fewer than this, and the largest of as few has an even share.
-            tokens = choice.unit_tokens + sum(self._subtrees[i].tokens for i in fit)
-            fewest = -(-tokens // max(room, 1))
-            if self._cost(way(fewest, -(-tokens // max(fewest, 1)))) >= self._cost(than):
-                return than
-        leaves = sorted([*choice.units, *(self._subtrees[i] for i in fit)], key=lambda leaf: leaf.rows)
-        bins = even_bins(leaves, lambda leaf: leaf.tokens, room)
-        found = way(len(bins), max((sum(leaf.tokens for leaf in each) for each in bins), default=0), bins)
-        return found if than is None else min(than, found, key=self._cost)
-
-    def _cost(self, way: _Way) -> tuple[int, int, int]:
-        """First what exceeds the budget, then forwards, then the peak."""
-        return max(way.peak, self._budget), way.forwards, way.peak
-
-    def _pass(self, group: Group, way: _Way) -> PhasedPass:
+    def _make_pass(self, group: Group, way: _Way) -> PhasedPass:
         """The pass of a way; `group` is the whole group, or its part that is nested in the phase A around."""
         strand_ends: dict[int, int] = {}  # of each strand, where the tokens end that phase A computes
         for number in sorted(way.phase_a):
@@ -282,16 +283,17 @@ class Nesting:
             row_ends[row] = next(inside, 0)
         split = SplitGroup(group, row_ends)
 
-        def nested(members: Sequence[int]) -> Group:
+        def nested_group(members: Sequence[int]) -> Group:
             rows = {self._group.rows[i] for i in members}
             return split.nested_pass([i for i, row in enumerate(group.rows) if row in rows])
 
-        in_bins = [nested([row for leaf in each for row in leaf.rows]) for each in way.bins]
-        waves = tuple(Wave((each,)) for each in in_bins if not each.num_own_strand_tokens)
-        packed = tuple(PackedPass((each,)) for each in in_bins if each.num_own_strand_tokens)
-        phased = tuple(self._pass(nested(self._subtrees[number].rows), inner) for number, inner in way.inner)
-        of_phase_a = split.phase_a()
-        return PhasedPass((of_phase_a,), waves, packed, phased, of_phase_a.reads_strands)
+        in_bins = [nested_group([row for load in loads for row in load.rows]) for loads in way.bins]
+        waves = tuple(Wave((part,)) for part in in_bins if not part.num_own_strand_tokens)
+        packed = tuple(PackedPass((part,)) for part in in_bins if part.num_own_strand_tokens)
+        inner = ((nested_group(self._stretches[number].subtree.rows), inner_way) for number, inner_way in way.inner)
+        phased = tuple(self._make_pass(part, inner_way) for part, inner_way in inner)
+        phase_a = split.phase_a()
+        return PhasedPass((phase_a,), waves, packed, phased, phase_a.reads_strands)
 
 
 def _spread(items: Sequence[int]) -> Sequence[int]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from verl_prefix.core.bins import first_fit
 from verl_prefix.core.group_parts import pruned, units_of, with_rows
 from verl_prefix.core.groups import Group
-from verl_prefix.core.nesting import Nesting
+from verl_prefix.core.nesting import Nesting, Work
 from verl_prefix.core.plan import OnePass, PackedPass, Pass, PhasedPass, Plan, Wave
 
 
@@ -34,9 +34,12 @@ def make_plan(
     least_wave: int = 1,
     nests: bool = True,
 ) -> Plan:
-    """Makes one rank's plan. What is alive at once fits the budget, with three exceptions: a row that exceeds it alone;
-    `least_wave`; and in trees whose passes do not nest, the strands of a piece with its longest suffix. On a pipeline
-    of several stages several phased passes are alive at once; `Plan.at_once`, which callers set, limits these.
+    """Makes one rank's plan. The tokens that are alive at once fit the budget, with these exceptions:
+
+    - a row that exceeds the budget alone;
+    - a wave within `least_wave`, whatever prefixes leave of the budget;
+    - in a tree whose passes do not nest, the strands of a piece with its longest suffix;
+    - on a pipeline of several stages, the phased passes that are alive at once. Callers limit these by `Plan.at_once`.
 
     Args:
         groups: all groups of the rank's rows.
@@ -45,7 +48,9 @@ def make_plan(
             phase A, waves, phase C for all. "auto": packed where the whole group fits the budget, phased where it does
             not.
         wave_tokens: the most suffix tokens of one wave. Waves are smaller where prefixes, whose graph stays alive,
-            leave less of the budget. One that `leaves_room` denies is not heeded. None: what prefixes leave.
+            leave less of the budget. None: what prefixes leave. A number that is too large for the budget by
+            `leaves_room` is ignored, as if it were None: a budget may follow from a batch, when it is too late to
+            refuse an option. So callers ask `leaves_room`, and refuse the number or warn of it.
         offload: prefixes wait in host memory during the waves, and do not count.
         least_wave: tokens that a wave may always have, whatever prefixes leave; not in passes that nest others.
         nests: a group may become nested passes, where these compute fewer tokens than its pieces; or as many, and they
@@ -85,8 +90,8 @@ class _Limits(NamedTuple):
     def waves(self, groups: Sequence[Group]) -> tuple[Wave, ...]:
         """Waves in what the strands of `groups` leave of the budget."""
         resident = 0 if self.offload else sum(group.num_own_strand_tokens for group in groups)
-        left = max(self.budget - resident, self.least_wave)
-        return make_waves(groups, min(self.wave_tokens or left, left))
+        room = max(self.budget - resident, self.least_wave)
+        return make_waves(groups, min(self.wave_tokens or room, room))
 
 
 def _phased_passes(groups: Sequence[Group], limits: _Limits, nests: bool) -> list[PhasedPass]:
@@ -97,7 +102,7 @@ def _phased_passes(groups: Sequence[Group], limits: _Limits, nests: bool) -> lis
     for group in groups:
         cut = _pieces(group, room, suffixes=False)
         nesting = Nesting(group, budget, wave_tokens, offload) if nests else None
-        nested = nesting and nesting.better_than(*_work_of_pieces(cut, limits))
+        nested = nesting and nesting.pass_if_cheaper(than=_work_of_pieces(cut, limits))
         if nested:
             deep.append(nested)
         else:
@@ -109,20 +114,19 @@ def _phased_passes(groups: Sequence[Group], limits: _Limits, nests: bool) -> lis
     return [*phased, *deep]
 
 
-def _work_of_pieces(pieces: Sequence[Group], limits: _Limits) -> tuple[int, int, int]:
-    """Of a group whose pieces are each a phased pass: tokens; what is alive at least, a piece's strands with its
-    longest suffix; and number of forwards."""
+def _work_of_pieces(pieces: Sequence[Group], limits: _Limits) -> Work:
+    """Of a group whose pieces are each a phased pass. Alive are at least a piece's strands with its longest suffix."""
+
+    def alive(piece: Group) -> int:
+        strands, longest = piece.num_own_strand_tokens, max(piece.suffix_lens)
+        return max(strands, longest) if limits.offload else strands + longest
+
     tokens = sum(piece.num_physical_tokens for piece in pieces)
-    alive = 0
-    for piece in pieces:
-        longest, strands = max(piece.suffix_lens), piece.num_own_strand_tokens
-        alive = max(alive, *((strands, longest) if limits.offload else (strands + longest,)))
-    return tokens, alive, sum(1 + len(limits.waves([piece])) for piece in pieces)
+    return Work(tokens, max(map(alive, pieces)), sum(1 + len(limits.waves([piece])) for piece in pieces))
 
 
 def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
-    """Whether waves of `wave_tokens` leave some of the budget to prefixes; with `offload`, whether a wave fits it.
-    `make_plan` ignores a `wave_tokens` that does not; readers of users' options refuse it, or warn of it."""
+    """Whether waves of `wave_tokens` leave some of the budget to prefixes; with `offload`, whether a wave fits it."""
     return wave_tokens <= budget if offload else wave_tokens < budget
 
 
@@ -133,18 +137,18 @@ def prefix_room(budget: int, wave_tokens: int | None, offload: bool) -> int:
     return budget - wave_tokens if wave_tokens and leaves_room(wave_tokens, budget, offload) else budget // 2
 
 
-class _Best(NamedTuple):
-    """The best way to cut the units of a group into pieces, from one of its units on.
+class _Cut(NamedTuple):
+    """How a group's units, from one unit on, are cut into pieces.
 
     Attributes:
         tokens: physical tokens of all pieces.
-        pieces: number of pieces.
+        num_pieces: number of pieces.
         largest: physical tokens of the largest piece.
         next_unit: the unit after the first piece.
     """
 
     tokens: int
-    pieces: int
+    num_pieces: int
     largest: int
     next_unit: int
 
@@ -152,48 +156,50 @@ class _Best(NamedTuple):
 def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     """Cuts the group between rows into pieces that fit the budget; with `suffixes=False` only their strands have to.
 
-    A piece has at least one suffix, however long that suffix and its path are. Of all ways to cut the group between
-    neighbouring rows it takes the way with the fewest tokens to compute; of several such ways that with the fewest
-    pieces; then, in trees, that whose largest piece is smallest; then that whose first pieces are longest.
+    A piece has at least one suffix, however long that suffix and its path are. Of all cuts between neighbouring units
+    the best has, compared in this order, the fewest tokens to compute; the fewest pieces; in trees, the smallest
+    largest piece; the longest first pieces.
     """
     if (group.num_physical_tokens if suffixes else group.num_own_strand_tokens) <= budget:
         return [group]
     is_tree = len(group.strands) > 1
     if not suffixes and not is_tree:  # every piece would have the same strand
         return [group]
-    units, outputs = list(units_of(group)), group.output_lens
+    units, output_lens = list(units_of(group)), group.output_lens
     # Of each unit: tokens of its suffix, and what its rows read of strands.
-    suffix = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
+    suffix_tokens = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
     paths = [
-        [x for row in range(*unit) if outputs[row] for x in group.strands_before(group.forks[row])] for unit in units
+        [part for row in range(*unit) if output_lens[row] for part in group.strands_before(group.forks[row])]
+        for unit in units
     ]
-    best = [_Best(0, 0, 0, len(units))] * (len(units) + 1)  # from each unit on
+    best = [_Cut(0, 0, 0, len(units))] * (len(units) + 1)  # from each unit on
     for first in reversed(range(len(units))):
-        used, ways = 0, list[_Best]()
-        had_until = dict[int, int]()  # of each strand: up to where the piece has it already
+        used, cuts = 0, list[_Cut]()  # tokens of a first piece that begins here, and a cut for each of its ends
+        piece_ends = dict[int, int]()  # of each strand: where the tokens end that the piece has
         for unit in range(first, len(units)):
-            added = suffix[unit]
+            added = suffix_tokens[unit]
             for strand, start, end in paths[unit]:
-                until = had_until.get(strand, start)
-                added += max(end - until, 0)
-                had_until[strand] = max(end, until)
+                piece_end = piece_ends.get(strand, start)
+                added += max(end - piece_end, 0)
+                piece_ends[strand] = max(end, piece_end)
             if used and added and used + added > budget:
                 break
             used += added
             after = best[unit + 1]
-            ways.append(_Best(used + after.tokens, after.pieces + 1, max(used, after.largest), unit + 1))
-        best[first] = min(ways, key=lambda way: (way.tokens, way.pieces, way.largest * is_tree, -way.next_unit))
-    cuts = [0]
-    while cuts[-1] < len(units):
-        cuts.append(best[cuts[-1]].next_unit)
-    if len(cuts) == 2:
+            cuts.append(_Cut(used + after.tokens, after.num_pieces + 1, max(used, after.largest), unit + 1))
+        best[first] = min(cuts, key=lambda cut: (cut.tokens, cut.num_pieces, cut.largest * is_tree, -cut.next_unit))
+    firsts = [0]  # the first unit of each piece, and the end
+    while firsts[-1] < len(units):
+        firsts.append(best[firsts[-1]].next_unit)
+    if len(firsts) == 2:
         return [group]
-    return [pruned(with_rows(group, range(units[i][0], units[j - 1][1]))) for i, j in pairwise(cuts)]
+    return [pruned(with_rows(group, range(units[i][0], units[j - 1][1]))) for i, j in pairwise(firsts)]
 
 
 def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens, or of one suffix."""
-    waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # number of a group -> start and end of its rows
+    # Of each wave: the number of a group -> start and end of its rows.
+    waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []
     used = 0
     for number, group in enumerate(groups):
         for start, end in units_of(group):
@@ -203,9 +209,10 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
                 used = 0
             used += num_tokens
             waves[-1][number] = waves[-1].get(number, (start, end))[0], end
-    in_wave = [replace(group, num_outer=len(group.strands)) for group in groups]  # phase A computes all strands
-    in_waves = (tuple(with_rows(in_wave[number], range(*rows)) for number, rows in wave.items()) for wave in waves)
-    return tuple(Wave(pieces) for pieces in in_waves)
+    suffix_groups = [replace(group, num_outer=len(group.strands)) for group in groups]  # phase A computes all strands
+    return tuple(
+        Wave(tuple(with_rows(suffix_groups[number], range(*rows)) for number, rows in wave.items())) for wave in waves
+    )
 
 
 def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
@@ -228,8 +235,10 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
         if any(wave.num_tokens > tokens for wave in waves):
             # A row of a wave leaves the tree where it leaves phase A, so its fork is the same in `planned.groups`.
             rows = {row for wave in waves for piece in wave.groups for row in piece.rows}
-            members = [[i for i, row in enumerate(group.rows) if row in rows] for group in planned.groups]
-            waves = make_waves([with_rows(g, m) for g, m in zip(planned.groups, members, strict=True) if m], tokens)
+            parts = [
+                with_rows(group, [i for i, row in enumerate(group.rows) if row in rows]) for group in planned.groups
+            ]
+            waves = make_waves([part for part in parts if part.rows], tokens)
         return replace(planned, waves=waves, phased=tuple(map(limited, planned.phased)))
 
     return replace(plan, passes=(*plan.packed, *map(limited, plan.phased)))
