@@ -82,36 +82,38 @@ def group_trees(
         hash_of = dict(zip(reached, hashes.of(reached, [ends[row][depth] for row in reached]).tolist(), strict=True))
         following: dict[Fork, list[int]] = {}
         for fork, rows in rows_at.items():
-            new: list[int] = []  # strands that begin after this fork
-            strand_of: dict[int, int] = {}  # `new` strands, by the hash of their first `known_end` + 1 tokens
-            known_end = -1
-            for run in _equal_runs({row: (ends[row][depth], len(ends[row]) == depth + 1) for row in rows}, hash_of):
-                if run.end != known_end:  # of strands with the same hash the first strand counts
-                    new_hashes = hashes.of([strands[strand].row for strand in new], run.end).tolist()
-                    strand_of, known_end = dict(zip(reversed(new_hashes), reversed(new), strict=True)), run.end
-                strand = strand_of.get(run.hash)
-                hashes.check(run.rows, run.rows[0] if strand is None else strands[strand].row, fork.start, run.end)
-                if strand is None and run.is_last:  # nobody shares their last tokens, which become suffixes
-                    forks |= dict.fromkeys(run.rows, fork)
+            siblings: list[int] = []  # strands that begin at this fork
+            strand_of: dict[int, int] = {}  # the siblings, by the hash of their first `hashed_end` + 1 tokens
+            hashed_end = -1
+            for branch in _branches({row: (ends[row][depth], len(ends[row]) == depth + 1) for row in rows}, hash_of):
+                end, rows = branch.end, branch.rows
+                if end != hashed_end:  # of siblings with the same hash the first strand counts
+                    sibling_hashes = hashes.of([strands[strand].row for strand in siblings], end).tolist()
+                    strand_of = dict(zip(reversed(sibling_hashes), reversed(siblings), strict=True))
+                    hashed_end = end
+                strand = strand_of.get(branch.hash)
+                hashes.check(rows, rows[0] if strand is None else strands[strand].row, fork.start, end)
+                if strand is None and branch.is_last:  # nobody goes on from their last tokens, which become suffixes
+                    forks |= dict.fromkeys(rows, fork)
                     continue
                 if strand is None:  # they open a strand
-                    strand = strand_of[run.hash] = len(strands)
-                    new.append(strand)
-                    strands.append(Strand(run.rows[0], fork.start, run.end, fork.strand))
-                if run.is_last:  # all their tokens lie in the strand
-                    forks |= dict.fromkeys(run.rows, Fork(strand, run.end))
+                    strand = strand_of[branch.hash] = len(strands)
+                    siblings.append(strand)
+                    strands.append(Strand(rows[0], fork.start, end, fork.strand))
+                if branch.is_last:  # all their tokens lie in the strand
+                    forks |= dict.fromkeys(rows, Fork(strand, end))
                 else:
-                    following.setdefault(Fork(strand, run.end), []).extend(run.rows)
+                    following.setdefault(Fork(strand, end), []).extend(rows)
         rows_at = following
     return _groups(*_chained(strands, forks), lens, [n - 1 for n in prompt_lens])
 
 
-class _EqualRun(NamedTuple):
-    """Rows with the same tokens between a fork that they leave and `end`.
+class _Branch(NamedTuple):
+    """Rows that leave a fork with the same tokens, as far as their next cut or their end.
 
     Attributes:
-        end: their next cut, or their end.
-        is_last: it is their end.
+        end: number of the rows' tokens up to there.
+        is_last: whether the rows end there.
         hash: of their first `end` + 1 tokens.
     """
 
@@ -121,18 +123,18 @@ class _EqualRun(NamedTuple):
     rows: list[int]
 
 
-def _equal_runs(ends: Mapping[int, tuple[int, bool]], hash_of: Mapping[int, int]) -> Iterator[_EqualRun]:
-    """Yields the rows that leave a fork by their next runs, the longest first: so a shorter run finds the strand that
-    begins with it. Of equally long runs, those of rows that go on come first.
+def _branches(ends: Mapping[int, tuple[int, bool]], hash_of: Mapping[int, int]) -> Iterator[_Branch]:
+    """Yields the branches of a fork, the longest first: so a shorter branch finds the strand that begins with its
+    tokens. Of equally long branches, those of rows that go on come first.
 
     Args:
-        ends: of each row, its next cut or its end, and whether it is its end.
-        hash_of: of each row, the hash up to there.
+        ends: `end` and `is_last` of each row that leaves the fork.
+        hash_of: each row's hash.
     """
-    runs = [_EqualRun(*ends[row], hash_of[row], [row]) for row in ends]
-    runs.sort(key=lambda run: (-run.end, run.is_last, run.rows))
-    for members in rows_by_key((run.end, run.is_last, run.hash) for run in runs).values():
-        yield runs[members[0]]._replace(rows=[runs[i].rows[0] for i in members])
+    alone = [_Branch(*ends[row], hash_of[row], [row]) for row in ends]
+    alone.sort(key=lambda branch: (-branch.end, branch.is_last, branch.rows))
+    for members in rows_by_key((branch.end, branch.is_last, branch.hash) for branch in alone).values():
+        yield alone[members[0]]._replace(rows=[alone[i].rows[0] for i in members])
 
 
 def _chained(strands: Sequence[Strand], forks: dict[int, Fork]) -> tuple[list[Strand], dict[int, Fork]]:
@@ -142,15 +144,15 @@ def _chained(strands: Sequence[Strand], forks: dict[int, Fork]) -> tuple[list[St
     for number, strand in enumerate(strands):
         if strand.parent >= 0 and strand.start == strands[strand.parent].end:
             following.setdefault(strand.parent, []).append(number)
-    new, joined = {-1: -1}, list[Strand]()  # strands' new numbers; parents come first
+    numbers, joined = {-1: -1}, list[Strand]()  # new numbers of strands by the old ones; parents come first
     for number, strand in enumerate(strands):
         if following.get(strand.parent) == [number]:
-            new[number] = new[strand.parent]
-            joined[new[number]] = joined[new[number]]._replace(row=strand.row, end=strand.end)
+            chain = numbers[number] = numbers[strand.parent]
+            joined[chain] = joined[chain]._replace(row=strand.row, end=strand.end)
         else:
-            new[number] = len(joined)
-            joined.append(strand._replace(parent=new[strand.parent]))
-    return joined, {row: fork._replace(strand=new[fork.strand]) for row, fork in forks.items()}
+            numbers[number] = len(joined)
+            joined.append(strand._replace(parent=numbers[strand.parent]))
+    return joined, {row: fork._replace(strand=numbers[fork.strand]) for row, fork in forks.items()}
 
 
 class Hashes:
@@ -192,7 +194,7 @@ class Hashes:
 
 
 def mix(x: torch.Tensor) -> torch.Tensor:
-    """Well spread int64 values (as by the finaliser of splitmix64)."""
+    """A hash of each int64 value, by the finaliser of splitmix64: different values have different hashes."""
     x = x - 0x61C8864680B583EB
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
@@ -233,10 +235,14 @@ def _groups(
             else:
                 rows.append(item)
         numbers = {-1: -1} | {strand: number for number, strand in enumerate(order)}
-        members = tuple(strands[i]._replace(parent=numbers[strands[i].parent]) for i in order)
-        own = tuple(forks[row]._replace(strand=numbers[forks[row].strand]) for row in rows)
-        row_ends = tuple(lens[row] - 1 for row in rows)
-        first = tuple(first_outputs[row] for row in rows)
-        groups.append(Group(tuple(rows), row_ends, members, own, first))
+        groups.append(
+            Group(
+                rows=tuple(rows),
+                row_ends=tuple(lens[row] - 1 for row in rows),
+                strands=tuple(strands[i]._replace(parent=numbers[strands[i].parent]) for i in order),
+                forks=tuple(forks[row]._replace(strand=numbers[forks[row].strand]) for row in rows),
+                first_outputs=tuple(first_outputs[row] for row in rows),
+            )
+        )
     groups += [Group.of_prompt((row,), first, (0,)) for row, first in enumerate(first_outputs) if row not in forks]
     return sorted(groups, key=lambda group: min(group.rows))
