@@ -41,9 +41,9 @@ def _in_order(items: Sequence[Item], size: Callable[[Item], int], budget: int) -
 
 
 def even_bins(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
-    """As many bins as packing in order needs, each with a smaller budget where that is enough."""
+    """As `_in_order`, but about equally full: by the smallest of four budgets that needs no more bins."""
     bins = _in_order(items, size, budget)
     even = -(-sum(map(size, items)) // max(len(bins), 1))
     budgets = (even + (budget - even) * i // 4 for i in range(4 if even < budget else 0))
-    tried = (_in_order(items, size, less) for less in budgets)
-    return next((found for found in tried if len(found) <= len(bins)), bins)
+    evener = (_in_order(items, size, smaller_budget) for smaller_budget in budgets)
+    return next((found for found in evener if len(found) <= len(bins)), bins)

@@ -28,8 +28,7 @@ class Strand(NamedTuple):
     """A run of tokens that is computed once, for all rows that share it and every token before it.
 
     Attributes:
-        row: a row that has the strand. With `start` it names the strand, also in nested passes, so that no function
-            changes the row of an outer strand.
+        row: a row that has the strand.
         start, end: the strand's tokens are this row's tokens start to end.
         parent: index of the strand that holds token `start - 1`; -1 where `start` is 0.
     """
@@ -44,6 +43,15 @@ class Strand(NamedTuple):
         """Where it leaves its parent."""
         return Fork(self.parent, self.start)
 
+    def place(self, offsets: Sequence[int]) -> int:
+        """The place in the batch of the strand's first token. It names the strand in all packed rows, so a nested pass
+        has its outer strands with the same `row` as the phase A around it: else `PrefixSource.paths` raises KeyError.
+
+        Args:
+            offsets: first token of each row in the batch's flat values.
+        """
+        return int(offsets[self.row]) + self.start
+
 
 @dataclass(frozen=True)
 class Group:
@@ -54,8 +62,8 @@ class Group:
     one begins with the same tokens.
 
     A fork is where a row leaves the strands of this group; in the group of a phase A, where the row leaves phase A. For
-    example, a row leaves its tree after token 10, and a phase A computes the first 6 tokens. Then the row's fork is at
-    6 in phase A's group. It is at 10 in the group of the nested pass that computes the other 4 tokens.
+    example, a row leaves its tree after 10 tokens, of which a phase A computes the first 6. The row's fork is at 6 in
+    phase A's group, and at 10 in the group of the nested pass that computes the other 4.
 
     Attributes:
         rows: numbers of the rows in the batch.
@@ -115,8 +123,8 @@ class Group:
 
     @property
     def num_suffix_tokens(self) -> int:
-        """Number of tokens after forks. In a phase A's group each row counts its own, also those that a nested pass
-        computes once for several rows."""
+        """Number of tokens after forks. In the group of a phase A these are more than nested passes compute, where
+        rows share tokens after it."""
         return sum(self.suffix_lens)
 
     @property

@@ -167,8 +167,9 @@ class Nesting:
         return _Way(frozenset((number,)), inner, [[unit] for unit in stretch.units])
 
     def _cheapest_way(self) -> _Way:
-        """The way for the whole tree. This is a loop, since a session of some hundred turns has as many stretches after
-        each other, more than Python's stack has room for."""
+        """The way for the whole tree. This is a loop: a session of some hundred turns has as many stretches after each
+        other, more than Python's stack has room for. Passes nest less deeply, so that `_make_pass` can be recursive:
+        a phase A fills the budget if it can, and there are about as many levels as the budget fits into a path."""
         ways: dict[_State, _Way] = {}
         for state, candidates in reversed(self._candidates_by_state().items()):
             cheapest: _Way | None = None

@@ -31,8 +31,14 @@ class OutputIndex(NamedTuple):
 
 
 class RowReads(NamedTuple):
-    """Which outputs a row reads: `num_outputs` of neighbouring tokens, the first of which has this `place` in the
-    batch. Its suffix has `suffix_len` tokens, which follow `path`."""
+    """Which outputs a row reads.
+
+    Attributes:
+        place: where the first token whose output is read stands in the batch.
+        num_outputs: as many neighbouring tokens are read.
+        suffix_len: number of the row's tokens after its fork.
+        path: the row's tokens before its fork.
+    """
 
     place: int
     num_outputs: int
@@ -68,9 +74,9 @@ def index_outputs(
             path = (*path, (suffix_start, suffix_len))
             suffix_start += suffix_len
         else:
-            of_strands = max(num_outputs - suffix_len, 0)
-            num_read = min(of_strands, len_of(part_of(path, own_start)))
-            place += of_strands - num_read
+            num_before_fork = max(num_outputs - suffix_len, 0)
+            num_read = min(num_before_fork, len_of(part_of(path, own_start)))
+            place += num_before_fork - num_read
         tokens.append(ranges(last_of(path, num_read)))
         places.append(torch.arange(place, place + num_read))
     source_tokens, starts = torch.cat(tokens), torch.tensor(level_starts)

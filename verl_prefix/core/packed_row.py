@@ -23,7 +23,7 @@ from verl_prefix.core.call_builder import calls_of
 from verl_prefix.core.calls import AttentionParams, Call, built_once
 from verl_prefix.core.groups import Group
 from verl_prefix.core.output_index import OutputIndex, RowReads, index_outputs
-from verl_prefix.core.prefix_source import PrefixSource, first_place
+from verl_prefix.core.prefix_source import PrefixSource
 from verl_prefix.core.runs import Path, Segment, end_of, ranges
 from verl_prefix.core.states import StateIndex
 
@@ -139,8 +139,7 @@ def pack_groups(
     for group in groups:
         paths = source.paths(group, offsets)
         for strand in group.strands[group.num_outer :]:
-            place = first_place(strand, offsets)
-            strands.append((place, Segment(strand.end - strand.start, paths[strand.fork])))
+            strands.append((strand.place(offsets), Segment(strand.end - strand.start, paths[strand.fork])))
         columns = zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, group.output_lens, strict=True)
         for row, fork, suffix_len, first_output, num_outputs in columns:
             first = int(offsets[row])

@@ -4,7 +4,7 @@ one long prefix. First come those of the packed rows around it, level by level, 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl_prefix.core.groups import Fork, Group, Strand
+from verl_prefix.core.groups import Fork, Group
 from verl_prefix.core.runs import Path
 
 
@@ -14,7 +14,7 @@ class PrefixSource:
 
     Attributes:
         bounds: the first token of each level, and the end of the last one, which is the packed row's own.
-        strand_starts: place in the batch of each strand's first token -> that token's number here.
+        strand_starts: of each strand, by its `place`, the number of its first token here.
     """
 
     bounds: tuple[int, ...] = (0, 0)
@@ -31,7 +31,7 @@ class PrefixSource:
         starts, bounds = (dict(outer.strand_starts), outer.bounds) if outer else ({}, (0,))
         end = bounds[-1]
         for strand in (strand for group in groups for strand in group.strands[group.num_outer :]):
-            starts[first_place(strand, offsets)] = end
+            starts[strand.place(offsets)] = end
             end += strand.end - strand.start
         return cls((*bounds, end), starts)
 
@@ -50,20 +50,19 @@ class PrefixSource:
         return self.level_starts[-1]
 
     def paths(self, group: Group, offsets: Sequence[int]) -> dict[Fork, Path]:
-        """The path before each fork of a group, also before the forks of its strands."""
-        starts = [self.strand_starts[first_place(strand, offsets)] for strand in group.strands]
+        """The path before each fork of a group, also before the forks of its strands.
+
+        Raises:
+            KeyError: the packed rows around lack an outer strand of the group.
+        """
+        starts = [self.strand_starts[strand.place(offsets)] for strand in group.strands]
         paths = {}
         for fork in {*group.forks, *(strand.fork for strand in group.strands)}:
             path: list[tuple[int, int]] = []
-            for strand, begin, end in group.strands_before(fork):
-                length = end - begin
+            for strand, start, end in group.strands_before(fork):
+                length = end - start
                 if path and starts[strand] + length == path[-1][0]:  # the next strand begins where this ends: one run
                     length += path.pop()[1]
                 path.append((starts[strand], length))
             paths[fork] = tuple(reversed(path))
         return paths
-
-
-def first_place(strand: Strand, offsets: Sequence[int]) -> int:
-    """The place in the batch of a strand's first token, which names the strand in all packed rows."""
-    return int(offsets[strand.row]) + strand.start

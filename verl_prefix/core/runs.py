@@ -25,8 +25,8 @@ def len_of(runs: Sequence[Run]) -> int:
 
 
 def end_of(path: Path) -> int:
-    """Names a path by its end: the token of the prefix source that follows its last one, 0 where the path is empty. A
-    token of the prefix source has one history, so that paths with the same end are equal."""
+    """The token of the prefix source after the path's last token; 0 where the path is empty. It names the path: a token
+    of the prefix source has one history, so paths with the same end are equal."""
     return sum(path[-1]) if path else 0
 
 

@@ -1,8 +1,9 @@
-"""A group, split between a phase A and the passes that are nested in it.
+"""A group, split between a phase A and the passes that are nested in it. A strand within which phase A stops is two
+strands in nested passes: an outer strand, and one of their own.
 
-group         strand [0, 10)                              suffixes of 3 and 5 tokens
-phase A       strand [0, 6)                               suffixes of 7 and 9 tokens
-nested pass   outer strand [0, 6), own strand [6, 10)     suffixes of 3 and 5 tokens
+    group         strand [0, 10)                              forks at 10
+    phase A       strand [0, 6)                               forks at 6
+    nested pass   outer strand [0, 6), own strand [6, 10)     forks at 10
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,12 @@ class SplitGroup:
 
     def __init__(self, group: Group, phase_a_ends: Mapping[int, int]) -> None:
         self._group = group
-        # Of each strand, the token before which phase A stops: its own start where phase A computes none of it.
+        # Where phase A stops in each strand: at the strand's start, if phase A computes none of the strand.
         self._ends = [
             strand.end if i < group.num_outer else max(strand.start, min(strand.end, phase_a_ends[strand.row]))
             for i, strand in enumerate(group.strands)
         ]
-        # The strands up to these ends, without empty ones, and their new numbers by the old numbers.
+        # The strands up to these ends, without empty strands; and their new numbers by the old ones.
         self._strands, self._numbers = list[Strand](), {-1: -1}
         for i, (strand, end) in enumerate(zip(group.strands, self._ends, strict=True)):
             if end > strand.start:
@@ -46,16 +47,17 @@ class SplitGroup:
 
     def nested_pass(self, members: Sequence[int]) -> Group:
         """The group of a nested pass that computes some rows; `members` as in `with_rows`."""
-        strands, rest_number = [*self._strands], dict[int, int]()  # of what follows phase A in each strand
+        strands = [*self._strands]
+        rest_numbers: dict[int, int] = {}  # by a strand's old number, the new number of what follows phase A in it
 
         def number_before(fork: Fork) -> int:
             """The new number of the strand that is left at `fork`."""
             is_in_phase_a = fork.strand < 0 or fork.start <= self._ends[fork.strand]
-            return (self._numbers if is_in_phase_a else rest_number)[fork.strand]
+            return (self._numbers if is_in_phase_a else rest_numbers)[fork.strand]
 
         for i, (strand, end) in enumerate(zip(self._group.strands, self._ends, strict=True)):
             if end < strand.end:
-                rest_number[i] = len(strands)
+                rest_numbers[i] = len(strands)
                 parent = self._numbers[i] if i in self._numbers else number_before(strand.fork)
                 strands.append(strand._replace(start=max(end, strand.start), parent=parent))
         forks = tuple(fork._replace(strand=number_before(fork)) for fork in self._group.forks)
