@@ -36,8 +36,9 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
-    "attention", "calls", "groups", "packed_row", "nesting", "offload", "plan", "planning", "prefix_cache", "context",
-    "prefix_source", "recurrence", "runner", "runs", "split_group", "states", "trees",
+    "attention", "calls", "group_parts", "groups", "packed_row", "nesting", "offload", "plan", "planning",
+    "prefix_cache", "context", "prefix_source", "recurrence", "runner", "runs", "split_group", "states", "stretches",
+    "trees",
 )  # fmt: skip
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",
@@ -90,8 +91,8 @@ TESTS = {
     "core/states": f"tests/core/test_trees.py {FAMILIES}family_equals_hf {VERIFY}",
     "core/runner": "tests/core/test_runner.py tests/core/test_lifetime.py tests/core/test_offload.py "
     f"{DUMMIES} tests/engine/test_engine_equivalence.py::test_lm_head_runs_where_the_loss_reads_alone",
-    "core/trees": "tests/core/test_trees.py", "core/nesting": NESTING, "core/plan.py": ROWS,
-    "core/groups": ROWS, "core/runs": ROWS, "core/prefix_source": ROWS,
+    "core/trees": "tests/core/test_trees.py", "core/nesting": NESTING, "core/stretches": NESTING,
+    "core/plan.py": ROWS, "core/group": ROWS, "core/runs": ROWS, "core/prefix_source": ROWS,
     "core/context": "tests/core/test_kernels.py tests/core/test_runner.py",
     "core/packed_row": f"{ROWS} {DUMMIES} tests/models/test_experts.py",
     "core/planning": f"tests/core/test_packed_row.py {CUT} {COST}passes_of_a_plan_count_each_token_once "

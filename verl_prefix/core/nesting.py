@@ -11,17 +11,17 @@ each with their suffixes. Turn 3 has 40, and four suffixes of 10 after it.
         phase C
     phase C
 
-The search goes by stretches (`stretches`):
+The tree is read as stretches (`stretches`), and the search takes the cheapest way for each state:
 
-- Its state is a stretch, and how many tokens are alive before it: those of the phases A around.
-- It decides which stretches a phase A computes: this one, and maybe some after it. What follows them goes into packed
-  passes, if it has room with all after it. Else it gets a phase A of its own, and is the next state.
-- Cost is compared first by the tokens alive at once, as far as they exceed the budget; then by the number of forwards;
-  then by the tokens alive at once.
-- Candidates are few, as a tree has too many sets of stretches. Some go along the largest branch, which is most likely
-  to exceed the budget. Others are all stretches with more than n tokens in their subtrees: smaller subtrees have room
-  in packed passes. So the way that is found need not be the best one.
-- Ways of later stretches are known first, since the cost of a way includes theirs.
+- A state is a stretch, with the number of tokens that are alive before it: those of the phases A around.
+- The decision is which stretches a phase A computes: this one, and maybe some after it. Each stretch that follows them
+  goes into a packed pass with all after it, if there is room. Else it needs a phase A of its own: the next state.
+- The cost is compared first by the tokens alive at once, as far as they exceed the budget; then by the number of
+  forwards; then by the tokens alive at once.
+- The candidates are few, since a tree has too many sets of stretches. Some are the first stretches along the largest
+  branch, which is most likely to exceed the budget. The others are the stretches with more than n tokens in their
+  subtrees, since smaller subtrees have room in packed passes. So the way that is found need not be the best one.
+- States of later stretches come first, since the cost of a way includes the cost of the ways inside it.
 """
 
 import sys
