@@ -14,6 +14,7 @@ from short_chunks import short_chunks
 from tree_models import FAMILIES, equal_hf, error, measure, small  # noqa: F401
 
 from verl_prefix.core.groups import Fork, Group, Strand
+from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.planning import make_plan
 from verl_prefix.testing.rollouts import flatten, turn_rollouts
@@ -207,3 +208,13 @@ def test_nothing_is_nested_where_one_level_computes_as_little_in_as_few_passes()
     for rows in ROWS:
         batch = rollouts(rows)
         assert plan_of(batch, 10**6) == make_plan(flatten(batch, torch.device("cpu"))[2], 10**6, "phased")
+
+
+def test_the_deepest_passes_of_a_long_session_nest_only_where_rows_leave_it():
+    """600 strands after each other: one row leaves in the middle, two at the end."""
+    strands = tuple(Strand(1, 4 * i, 4 * i + 4, i - 1) for i in range(600))
+    forks = Fork(299, 1200), Fork(599, 2400), Fork(599, 2400)
+    group = Group((0, 1, 2), (1203, 2403, 2405), strands, forks, first_outputs=(1200, 2400, 2400))
+    nested = Nesting(group, 1, 1, offload=False).deepest()
+    assert nested.depth == 2 and nested.num_tokens == 1200
+    assert [wave.num_tokens for wave in Plan((nested,)).waves] == [3, 3, 5]

@@ -157,14 +157,16 @@ class Nesting:
         return self._make_pass(self._group, way) if is_cheaper else None
 
     def deepest(self) -> PhasedPass | None:
-        """For the self-check, of a few rows: the pass in which every stretch has a phase A of its own, and every
-        suffix a packed pass, nested as deep as the tree is. None where passes cannot nest."""
+        """For the self-check, of a few rows: the pass in which a phase A ends wherever rows leave or strands branch,
+        and every suffix has a packed pass. None where passes cannot nest."""
         return self._make_pass(self._group, self._deepest_way(0)) if self._stretches else None
 
     def _deepest_way(self, number: int) -> _Way:
-        stretch = self._stretches[number]
-        inner = [(i, self._deepest_way(i)) for i in stretch.next]
-        return _Way(frozenset((number,)), inner, [[unit] for unit in stretch.units])
+        run = [number]  # stretches with nothing but the next one after each
+        while not (last := self._stretches[run[-1]]).units and len(last.next) == 1:
+            run += last.next
+        inner = [(i, self._deepest_way(i)) for i in last.next]
+        return _Way(frozenset(run), inner, [[unit] for unit in last.units])
 
     def _cheapest_way(self) -> _Way:
         """The way for the whole tree. This is a loop: a session of some hundred turns has as many stretches after each
