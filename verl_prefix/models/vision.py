@@ -89,8 +89,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def pixel_digests(rows: Sequence[Row]) -> list[bytes]:
-    """Returns a digest of each row's pixels, empty without pixels. Values are compared with dtype and shape, bit by
-    bit.
+    """Returns a digest of each row's pixels, with their dtypes and shapes; it is empty without pixels.
 
     Args:
         rows: verl's `multi_modal_inputs`: one dict per row, empty or None for text alone.
@@ -103,9 +102,8 @@ def share_pixels(rows: Sequence[Row]) -> list[bytes]:
     Returns their `pixel_digests`."""
     held: dict[bytes, torch.Tensor] = {}
     for row in rows:
-        for name, x in _pixels_of(row).items():
-            assert row is not None
-            row[name] = held.setdefault(_digest(x), x)
+        if row:
+            row.update({name: held.setdefault(_digest(x), x) for name, x in _pixels_of(row).items()})
     return pixel_digests(rows)
 
 
