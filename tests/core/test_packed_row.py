@@ -147,7 +147,7 @@ def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_
 
 
 def test_prompts_of_one_key_have_one_length():
-    with pytest.raises(ValueError, match=r"rows \[0, 2\] have one key, 'a', and prompts of \[5, 6\] tokens"):
+    with pytest.raises(ValueError, match=r"rows \[0, 2\] have one key, and prompts of \[5, 6\] tokens"):
         group_by_key(["a", "b", "a"], [5, 5, 6], [3, 3, 3])
 
 

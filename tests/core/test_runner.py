@@ -7,7 +7,6 @@ Kernels: torch's CPU flash attention and the dense reference. Does not exercise 
 
 import dataclasses
 import itertools
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from verl_prefix.core import forward, groups, packed_row, planning, prefix_cache
 from verl_prefix.core import runner as core_runner
-from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.kernels import merge as merging
@@ -253,7 +251,7 @@ def test_the_usage_of_the_readme_equals_repeated_prefix():
 def test_the_model_of_the_readme_equals_rows_alone(schedule):
     """The class in verl_prefix/core/README.md, by a plan, and row by row with torch's own causal attention."""
     lines = (Path(core_runner.__file__).parent / "README.md").read_text().split("```python\n")[2].split("```")[0]
-    names = {"torch": torch, "nullcontext": nullcontext, "AttentionParams": AttentionParams}
+    names: dict[str, object] = {}
     exec(lines, names)
     model, rollouts = names["OneLayer"](97, 4, 16).double(), random_rollouts(SHAPE, 97)
     tokens, weights, made = flatten(rollouts, torch.device("cpu"))
@@ -299,7 +297,7 @@ def test_a_caller_who_leaves_forwards_out_is_told_before_any_phase_c(planned):
     model, (tokens, _, batch) = build(), flatten(random_rollouts(SHAPE, 97), torch.device("cpu"))
     one = planning.make_plan(batch, 60, "auto", wave_tokens=19).passes[planned]
     runner = PlanRunner(PackedForward(HookedModel(model), lambda places, logits: logits[:, :1]))
-    told = "not all forwards of a pass ran"
+    told = "the forwards of a pass were left before their end"
     with runner.forward.model.grouped_attention(), pytest.raises(RuntimeError, match=told):  # noqa: SIM117
         with runner.forwards(tokens, one) as forwards:
             for _, outputs in forwards:

@@ -20,7 +20,7 @@ def gradients_of_the_outermost_dropped(patch):
 
 class _Deaf:
     def __init__(self, cache):
-        self.read = cache.read
+        self.read, self.anchor = cache.read, cache.anchor
 
     def add_grad(self, *args):
         pass

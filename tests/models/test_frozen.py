@@ -5,6 +5,7 @@ gradient must not get lost, and what is frozen must get none.
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -18,7 +19,8 @@ from vision_cases import Case, paths  # noqa: F401
 from verl_prefix import response_log_probs
 from verl_prefix.core.attention import AttentionSite, GroupedAttention
 from verl_prefix.core.calls import AttentionParams
-from verl_prefix.core.groups import Group
+from verl_prefix.core.context import ForwardContext
+from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.packed_row import pack_groups
 from verl_prefix.core.planning import make_waves
@@ -202,3 +204,31 @@ def test_a_wave_that_needs_no_gradient_sends_back_those_of_its_prefix(anchored):
         dense.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values))
     for ours, true in zip(found, torch.autograd.grad(torch.cat(dense), prefix, dout), strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-12)
+
+
+def test_a_wave_of_nested_passes_sends_back_the_gradients_of_the_one_level_that_needs_them():
+    """The outer prefix is trained, as by what it shows, and the inner one is not; the wave itself is frozen."""
+    generator = torch.Generator().manual_seed(0)
+    strands, offsets = (Strand(0, 0, 4), Strand(0, 4, 7, 0)), [0, 20]
+    of_rows = dict(rows=(0, 1), row_ends=(10, 9), first_outputs=(7, 7))
+    outer = pack_groups([Group(strands=strands[:1], forks=(Fork(0, 4),) * 2, **of_rows)], offsets, "phase_a")
+    inner = Group(strands=strands, forks=(Fork(1, 7),) * 2, num_outer=1, **of_rows)
+    wave = pack_groups([replace(inner, num_outer=2)], offsets, "wave", pack_groups([inner], offsets, "phase_a", outer))
+    q, k, v = torch.randn(3, 7 + 5, 2, 8, generator=generator, dtype=torch.float64)
+    trained, caches = [x[:4].clone().requires_grad_() for x in (k, v)], (PrefixCache(), PrefixCache())
+    caches[0].capture(0, *trained)
+    caches[1].capture(0, k[4:7], v[4:7])
+    params = AttentionParams(0.3)
+    out = ForwardContext(wave, "cpu", outer_caches=caches).attend(0, q[7:], k[7:], v[7:], None, params)
+    dout = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+    out.backward(dout)
+    dense = []
+    for begin, end in ((7, 10), (10, 12)):
+        keys, values = (torch.cat([x, y[4:7], y[begin:end]]) for x, y in zip(trained, (k, v), strict=True))
+        hidden = torch.ones(end - begin, len(keys), dtype=torch.bool).triu(7 + 1)
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end], keys) * 0.3
+        dense.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values))
+    torch.testing.assert_close(out, torch.cat(dense), rtol=1e-9, atol=1e-12)
+    for ours, true in zip(caches[0].take(0), torch.autograd.grad(torch.cat(dense), trained, dout), strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-12)
+    assert caches[1].take(0) is None

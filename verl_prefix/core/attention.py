@@ -35,9 +35,9 @@ class AttentionSite(NamedTuple):
 class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
-    Gradients of keys from caches go to the grad caches, not through autograd; `anchor` is that of the innermost cache
-    (`PrefixCache.anchor`). A sink (gpt-oss) is one more score per head, without a value: it joins the log-sum-exp.
-    `kept` has the results of attention that gradient checkpointing runs again.
+    Gradients of keys from caches go to the grad caches, not through autograd. `anchor` is that of a cache that needs
+    gradients, if one does (`PrefixCache.anchor`). A sink (gpt-oss) is one more score per head, without a value: it
+    joins the log-sum-exp. `kept` has the results of attention that gradient checkpointing runs again.
     """
 
     @staticmethod
@@ -49,15 +49,12 @@ class GroupedAttention(torch.autograd.Function):
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
         else:
-            calls = packed_row.calls(params, q.device)
+            causal, *crosses = packed_row.calls(params, q.device)
             all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
-            for call in calls:
-                keys, values = call.keys(all_k), call.keys(all_v)
-                out_2, lse_2 = kernel.forward(q[call.queries], keys, values, call)
-                if call is calls[0]:
-                    out, lse = out_2, lse_2
-                else:
-                    merge_at(call.queries, out, lse=lse, out_2=out_2, lse_2=lse_2)
+            out, lse = kernel.forward(q, causal.keys(all_k), causal.keys(all_v), causal)
+            for call in crosses:
+                part = kernel.forward(q[call.queries], call.keys(all_k), call.keys(all_v), call)
+                merge_at(call.queries, out, lse, *part)
             if sinks is not None:
                 total = logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
                 out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)
@@ -72,24 +69,36 @@ class GroupedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         packed_row, kernel, params, caches, layer = ctx.site
-        trains_prefix = ctx.needs_input_grad[4]  # of the anchor
         calls = packed_row.calls(params, q.device)
         all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
         dout = dout.contiguous()
-        for call in calls:
+
+        def backward_of(call: Call) -> tuple[torch.Tensor, ...]:
+            """dq of the call's queries, and dk, dv of all its keys."""
             at, keys, values = call.queries, call.keys(all_k), call.keys(all_v)
-            dq_call, dk_call, dv_call = kernel.backward(dout[at], (q[at], keys, values, out[at], lse[:, at]), call)
-            if call is calls[0]:
-                dq, dk, dv = dq_call, dk_call[call.own_at], dv_call[call.own_at]
-                strand_gradients = _StrandGradients(dk, dv, packed_row, calls)
-            else:
-                dq[at] += dq_call
+            grads: tuple[torch.Tensor, ...] = kernel.backward(
+                dout[at], (q[at], keys, values, out[at], lse[:, at]), call
+            )
+            return grads
+
+        def send(call: Call, dk_call: torch.Tensor, dv_call: torch.Tensor) -> None:
+            """Adds the gradients of prefix keys to those of this packed row's strands, or to grad caches."""
             for prefix in call.prefixes:
                 grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
-                if prefix.level == packed_row.source.level:  # this packed row; other levels have left autograd
+                if prefix.level == packed_row.source.level:
                     strand_gradients.add(prefix.grad_tokens, *grads)
-                elif trains_prefix:
+                elif caches[prefix.level].anchor(layer).requires_grad:
                     caches[prefix.level].add_grad(layer, prefix.grad_tokens, *grads)
+
+        causal, *crosses = calls
+        dq, *causal_grads = backward_of(causal)
+        dk, dv = (grad[causal.own_at] for grad in causal_grads)  # apart from the keys of its prefixes
+        strand_gradients = _StrandGradients(dk, dv, packed_row, calls)
+        send(causal, *causal_grads)
+        for call in crosses:
+            dq_call, *grads = backward_of(call)
+            dq[call.queries] += dq_call
+            send(call, *grads)
         strand_gradients.write_back()
         dsinks = None
         if sinks is not None:

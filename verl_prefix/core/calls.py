@@ -132,11 +132,10 @@ ALL = slice(None)
 class Call(NamedTuple):
     """One kernel call of a layer: which queries read which keys, and how scores are made.
 
-                                      queries    own_at          prefixes
-        causal call                   ALL        ALL             none
-        causal call, window, far      ALL        where they      tails of paths, one entry for each level
-          segments                               stand
-        cross call                    chosen     None            one entry, of its level
+                                      queries    own_at             prefixes
+        causal call                   ALL        ALL                none
+        the same with far segments    ALL        where they stand   tails of paths, one entry for each level
+        cross call                    chosen     None               one entry, of its level
 
     Tokens are slices, and keys views; or, where the chosen tokens have gaps, int64 indices, and keys copies.
 

@@ -30,8 +30,7 @@ class ForwardContext:
         head_tokens: [n] int64, which of this rank's tokens go through lm_head; None: all.
         routes: [n, layers, k] int16: the experts that each of this rank's tokens goes to in each of the model's layers.
             An entry that names k different experts is used. Any other is filled in: the router chooses, and writes its
-            choice there. (On Megatron any entry with a negative number is filled in.) None: routers choose, and
-            nothing is written.
+            choice there. None: routers choose, and nothing is written.
 
     Attributes:
         kept: attention outputs that wait for backward; None: they are not kept.
@@ -84,7 +83,8 @@ class ForwardContext:
             sinks = None if sinks is None else self.shards.heads(sinks)
         if self.own_cache is not None:
             k, v = self.own_cache.capture(layer, k, v)
-        anchor = self.outer_caches[-1].anchor(layer) if self.outer_caches else None
+        anchors = [cache.anchor(layer) for cache in self.outer_caches]
+        anchor = next((x for x in anchors if x.requires_grad), None)  # one is enough: see `PrefixCache.anchor`
         out: torch.Tensor = GroupedAttention.apply(  # type: ignore[no-untyped-call]
             q, k, v, sinks, anchor, AttentionSite(self.packed_row, kernel, params, self.outer_caches, layer), self.kept
         )

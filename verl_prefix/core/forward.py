@@ -59,7 +59,8 @@ class Model(Protocol):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_context: ForwardContext,
         of_head: HeadFn | None, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Runs a packed row [T] forward; returns the outputs [n, k] of `forward_context.head_tokens` [n].
+        """Runs a packed row [T] forward; returns the outputs [n, k] of `forward_context.head_tokens` [n]. Whether these
+        require a gradient is the same on all ranks, whatever their tokens are: it decides whether there is a phase C.
 
         With `of_head` None nobody reads the result. It is [n, 1], without lm_head; a backward can start from it."""
 
@@ -154,20 +155,18 @@ class PackedForward:
             return outputs
         _, levels, row_tokens = packed_row.output_index
         read = outputs.new_empty(len(row_tokens), outputs.shape[-1])
-        for level, row_of_level in enumerate(packed_row.levels):
+        for level in levels.unique().tolist():
             chosen = levels == level
-            if not chosen.any():
-                continue
-            wanted = row_tokens[chosen]
-            index = on_device(torch.searchsorted(row_of_level.head_tokens, wanted), outputs.device)
-            if row_of_level is not packed_row:
+            wanted, computed = row_tokens[chosen], packed_row.levels[level].head_tokens
+            index = on_device(torch.searchsorted(computed, wanted), outputs.device)
+            if level < len(caches):
                 (stored,) = caches[level].read(_OUTPUTS)
-                of_level: torch.Tensor = ReadPrefix.apply(stored, index, caches[level], _OUTPUTS)  # type: ignore[no-untyped-call]
+                part: torch.Tensor = ReadPrefix.apply(stored, index, caches[level], _OUTPUTS)  # type: ignore[no-untyped-call]
             else:
-                of_level = outputs if torch.equal(wanted, packed_row.head_tokens) else outputs[index]
+                part = outputs if torch.equal(wanted, computed) else outputs[index]
             if chosen.all():
-                return of_level
-            read = read.index_copy(0, on_device(chosen.nonzero()[:, 0], outputs.device), of_level)
+                return part
+            read = read.index_copy(0, on_device(chosen.nonzero()[:, 0], outputs.device), part)
         return read
 
     def _run(

@@ -165,9 +165,9 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
         raise ValueError(f"{num_keys} keys for {len(prompt_lens)} rows; pass one for each row")
     if len(response_lens) != len(prompt_lens):
         raise ValueError(f"{len(response_lens)} response_lens for {len(prompt_lens)} rows; pass one for each row")
-    for key, rows in by_key.items():
+    for rows in by_key.values():
         if len(lens := {prompt_lens[row] for row in rows}) > 1:
-            raise ValueError(f"rows {rows} have one key, {key!r}, and prompts of {sorted(lens)} tokens")
+            raise ValueError(f"rows {rows} have one key, and prompts of {sorted(lens)} tokens")
         groups.append(Group.of_prompt(tuple(rows), lens.pop() - 1, tuple(response_lens[row] for row in rows)))
     return groups
 

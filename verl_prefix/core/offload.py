@@ -332,8 +332,8 @@ class OffloadedPrefixCache(PrefixCache):
 
 
 def _parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    """The trained parameter that autocast cast to `tensor`, or None. Backward casts it again, so nothing is stored; of
-    a cast that was written to, or made another packed row, or another device's, that would be something else."""
+    """The trained parameter that autocast cast to `tensor`: backward casts it again, so nothing is stored. None for a
+    cast that was written to, or has other strides or another device: casting again would give something else."""
     base = tensor if tensor._base is None else tensor._base
     if base.grad_fn is None or base.grad_fn.name() != "ToCopyBackward0" or base._version:
         return None

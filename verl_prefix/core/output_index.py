@@ -54,7 +54,7 @@ def index_outputs(
 
     Args:
         rows: all rows of a packed row, in the order of their suffixes there.
-        level_starts: as of `PackedRow`, whose packed row is the last level.
+        level_starts: of the prefix source, whose last level is the packed row's own.
         num_strand_tokens: of the packed row.
 
     Returns:

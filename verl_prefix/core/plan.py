@@ -55,8 +55,8 @@ class PhasedPass(_PassBase):
     """Groups whose prefixes run together in phases A and C, and the passes that are nested in it, which are phase B.
 
     Nested passes read strands of phase A, and of all phases A around it. Waves compute suffixes alone; other nested
-    passes also compute the strands that follow those of phase A. Groups here have the rows of all nested passes; of
-    deep trees `SplitGroup` makes the groups of both.
+    passes also compute the strands that follow those of phase A. Groups here have the rows of all nested passes.
+    For deep trees `SplitGroup` makes these groups, and those of the nested passes.
 
     Attributes:
         waves: the nested passes that compute suffixes alone.

@@ -93,7 +93,7 @@ class PrefixCache:
     def anchor(self, key: LayerKey) -> torch.Tensor:
         """An empty tensor that requires a gradient if the layer's tensors here do; raises as `read` does.
 
-        `GroupedAttention` takes it as an input, so that autograd visits that function in backward even where its other
+        `GroupedAttention` takes it as an input, so that autograd visits that function in backward even if all its other
         inputs are frozen. The tensors themselves would do so too, but then a wave's graph would hold them on the device
         (`core.offload`)."""
         self._check(key)

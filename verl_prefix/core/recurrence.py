@@ -25,7 +25,8 @@ class Scanned(NamedTuple):
     """Results of a scan of n segments.
 
     Attributes:
-        outputs: [t, ...], of their tokens. states: [n, ...], after the last token of each.
+        outputs: [t, ...], of their tokens.
+        states: [n, ...], after the last token of each.
     """
 
     outputs: torch.Tensor
@@ -42,7 +43,9 @@ def shared_scan(
     """Outputs [T, ...] of a recurrence over the pass's segments, whose suffixes start from their prefix's state.
 
     Args:
-        key: the layer's, for the prefix cache. inputs: [T, ...] each, of every token. scan: the recurrence.
+        key: the layer's, for the prefix cache.
+        inputs: [T, ...] each, of every token.
+        scan: the recurrence.
         neutral: one value per input; a token of these inputs leaves the state as it is. For `on_recurrence` alone.
     """
 
@@ -103,7 +106,8 @@ def shared_conv(
     """Causal convolution [T, D] of the pass's segments x [T, D], whose suffixes see the end of their prefix.
 
     Args:
-        key: the layer's, for the prefix cache. width: tokens that an output sees, itself included.
+        key: the layer's, for the prefix cache.
+        width: tokens that an output sees, itself included.
         conv: the convolution of t tokens, with zeros in front of them: [t, D] -> [t, D].
     """
     packed_row, tail_len = forward_context.packed_row, width - 1

@@ -21,7 +21,7 @@ from verl_prefix.core.pass_notes import NotesOfALoop
 from verl_prefix.core.plan import PackedPass, Pass, PhasedPass, Plan, Wave
 from verl_prefix.core.prefix_cache import PrefixCache
 
-# The fields of `PassOutputs` -> the loss of their rows
+# step(packed_row, outputs), the fields of a `PassOutputs` -> the loss of the packed row's rows
 Step = Callable[[PackedRow, torch.Tensor], torch.Tensor]
 
 
@@ -155,7 +155,10 @@ class PlanRunner:
 
 def _check_exhausted(forwards: Generator[PassOutputs]) -> None:
     if inspect.getgeneratorstate(forwards) != inspect.GEN_CLOSED:
-        raise RuntimeError("not all forwards of a pass ran, and gradients lack their rows; go through all of them")
+        raise RuntimeError(
+            "the forwards of a pass were left before their end, so that gradients may lack rows; go through all of "
+            "them, as by a for loop"
+        )
 
 
 def packed_row_of(planned: Pass, batch: TokenBatch, outer: PhaseA | None = None) -> PackedRow:

@@ -18,7 +18,8 @@ class ScanRun(NamedTuple):
     """Tokens of the prefix source that a recurrent layer scans in one go, after which it leaves a state.
 
     Attributes:
-        start, end: the tokens [start, end). after: the end of the path that they continue; 0: of none.
+        start, end: the tokens [start, end).
+        after: the end of the path that they continue; 0: they continue none.
     """
 
     start: int

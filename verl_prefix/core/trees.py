@@ -86,24 +86,24 @@ def group_trees(
             strand_of: dict[int, int] = {}  # the siblings, by the hash of their first `hashed_end` + 1 tokens
             hashed_end = -1
             for branch in _branches({row: (ends[row][depth], len(ends[row]) == depth + 1) for row in rows}, hash_of):
-                end, rows = branch.end, branch.rows
-                if end != hashed_end:  # of siblings with the same hash the first strand counts
-                    sibling_hashes = hashes.of([strands[strand].row for strand in siblings], end).tolist()
+                if branch.end != hashed_end:  # of siblings with the same hash the first strand counts
+                    sibling_hashes = hashes.of([strands[strand].row for strand in siblings], branch.end).tolist()
                     strand_of = dict(zip(reversed(sibling_hashes), reversed(siblings), strict=True))
-                    hashed_end = end
+                    hashed_end = branch.end
                 strand = strand_of.get(branch.hash)
-                hashes.check(rows, rows[0] if strand is None else strands[strand].row, fork.start, end)
+                known = branch.rows[0] if strand is None else strands[strand].row
+                hashes.check(branch.rows, known, fork.start, branch.end)
                 if strand is None and branch.is_last:  # nobody goes on from their last tokens, which become suffixes
-                    forks |= dict.fromkeys(rows, fork)
+                    forks |= dict.fromkeys(branch.rows, fork)
                     continue
                 if strand is None:  # they open a strand
                     strand = strand_of[branch.hash] = len(strands)
                     siblings.append(strand)
-                    strands.append(Strand(rows[0], fork.start, end, fork.strand))
+                    strands.append(Strand(branch.rows[0], fork.start, branch.end, fork.strand))
                 if branch.is_last:  # all their tokens lie in the strand
-                    forks |= dict.fromkeys(rows, Fork(strand, end))
+                    forks |= dict.fromkeys(branch.rows, Fork(strand, branch.end))
                 else:
-                    following.setdefault(Fork(strand, end), []).extend(rows)
+                    following.setdefault(Fork(strand, branch.end), []).extend(branch.rows)
         rows_at = following
     return _groups(*_chained(strands, forks), lens, [n - 1 for n in prompt_lens])
 

@@ -110,7 +110,9 @@ def _choose(head_dim: int, softcap: bool) -> _Interface | None:
 
 def missing_best() -> str | None:
     """The module that would be the choice on this CUDA device, and is missing or has arguments that we do not know.
-    None: the choice is there, or it is FA2, which `aten` has as well."""
+    None: the choice is there, or it is FA2, which `aten` has as well; or the device is no Nvidia one."""
+    if torch.version.hip:
+        return None
     capability = torch.cuda.get_device_capability()
     best = next((name for name, (*_, low, end) in _INTERFACES.items() if low <= capability < end), None)
     return None if best in (FA2, None, *(one.module for one in _installed())) else best
