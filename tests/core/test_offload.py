@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl_prefix.core import host_memory, meter, offload
 from verl_prefix.core.host_memory import HostCopies, host_pages
-from verl_prefix.core.offload import OffloadedPrefixCache, Shelf
+from verl_prefix.core.offload import OffloadedPrefixCache
+from verl_prefix.core.shelf import Shelf
 
 CPU = torch.device("cpu")
 LAYERS, PREFIX = 3, 22 + 40 + 6  # tokens of phase A

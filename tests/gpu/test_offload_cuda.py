@@ -14,7 +14,8 @@ from runners import random_rollouts, run_shared
 
 from verl_prefix.core import host_memory, meter, offload
 from verl_prefix.core.host_memory import HostCopies, host_pages
-from verl_prefix.core.offload import OffloadedPrefixCache, Shelf
+from verl_prefix.core.offload import OffloadedPrefixCache
+from verl_prefix.core.shelf import Shelf
 
 pytestmark = [
     pytest.mark.gpu,

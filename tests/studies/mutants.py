@@ -36,7 +36,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
-    "attention", "calls", "group_parts", "groups", "packed_row", "nesting", "offload", "plan", "planning",
+    "attention", "call_builder", "calls", "group_parts", "groups", "packed_row", "nesting", "offload", "shelf", "plan", "planning",
     "prefix_cache", "context", "prefix_source", "recurrence", "runner", "runs", "split_group", "states", "stretches",
     "trees",
 )  # fmt: skip
@@ -99,6 +99,7 @@ TESTS = {
     f"{COST}what_does_not_fit_is_cut_or_phased_by_cost {COST}waves_hide_their_own_cost_for_an_eighth_of_memory "
     f"{COST}plan_says_what_the_engine_does",
     "core/offload": "tests/core/test_offload.py tests/core/test_fsdp.py tests/core/test_lifetime.py",
+    "core/shelf": "tests/core/test_offload.py",
     "core/prefix_cache": "tests/core/test_lifetime.py tests/core/test_runner.py tests/core/test_precision.py",
     "core/": f"tests/core/test_kernels.py tests/core/test_runner.py tests/core/test_lifetime.py {DUMMIES} "
     f"{FAMILIES}attention_that_is_kept_runs_no_kernel_again_and_changes_nothing",

@@ -98,9 +98,13 @@ class PrefixKeys(NamedTuple):
     """Keys of a call that come from one level of the prefix source. `at`, `strand_tokens` and `grad_tokens` are slices,
     or int64 indices [n].
 
-    A window copies a path's tail once for each segment that reads it. Example: 3 suffixes read the same 4-token tail.
-    `strand_tokens` has 12 entries, `copies` is ((3, 4),), and `grad_tokens` names the 4 tokens once. `summed` adds the
-    3 copies in fp32 first.
+    A window copies a path's tail once for each segment that reads it. For example, 3 suffixes of 2 tokens read the same
+    tail, the tokens 6 to 9 of level 0:
+
+        keys of the call    [ tail own | tail own | tail own ]
+        at                    0..3       6..9       12..15
+        strand_tokens         6..9       6..9       6..9          with `copies` ((3, 4),): three times 4 tokens
+        grad_tokens           6..9                                the 3 copies' gradients, which `summed` adds in fp32
 
     Attributes:
         at: where these keys stand among the call's keys.

@@ -1,5 +1,6 @@
 """One packed row through the model: its tokens forward, and of their logits what the loss needs."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -186,8 +187,10 @@ class PackedForward:
             packed_row, self.kernel, own_cache, outer_caches, keeps and torch.is_grad_enabled(),
             shards=share.shards, head_tokens=local_head_tokens, routes=routes,
         )  # fmt: skip
-        head_places = places[local_head_tokens]
-        of_head: HeadFn | None = of_logits and (lambda which, logits: of_logits(head_places[which], logits))
+        of_head: HeadFn | None = None
+        if of_logits is not None:
+            head_places = places[local_head_tokens]
+            of_head = functools.partial(_by_place, of_logits, head_places)
         result = self.model.token_outputs(
             batch.input_ids[places], batch.position_ids[..., places], forward_context, of_head, self.logits_chunk,
             pixels=batch.pixels.of(packed_row.groups, device, share.tokens) if batch.pixels else {},
@@ -238,6 +241,13 @@ def _record(batch: TokenBatch, forward_context: ForwardContext) -> None:
     routes, shards = forward_context.routes, forward_context.shards
     routes = routes if shards is None else shards.whole(routes.view(torch.uint8)).view(torch.int16)  # NCCL: no int16
     batch.routes[forward_context.packed_row.places] = routes.cpu()
+
+
+def _by_place(
+    of_logits: LogitsFn, head_places: torch.Tensor, which: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    """The `HeadFn` of a `LogitsFn`. head_places: [n] int64, of the forward's `head_tokens`."""
+    return of_logits(head_places[which], logits)
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
