@@ -36,9 +36,9 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
-    "attention", "call_builder", "calls", "group_parts", "groups", "packed_row", "nesting", "offload", "shelf", "plan", "planning",
-    "prefix_cache", "context", "prefix_source", "recurrence", "runner", "runs", "split_group", "states", "stretches",
-    "trees",
+    "attention", "call_builder", "calls", "group_parts", "groups", "packed_row", "nesting", "offload", "shelf",
+    "plan", "planning", "prefix_cache", "context", "prefix_source", "recurrence", "runner", "runs", "split_group",
+    "states", "stretches", "trees",
 )  # fmt: skip
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",
