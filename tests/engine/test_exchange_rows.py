@@ -601,7 +601,7 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
         not three. One prompt of three lies in both."""
         caplog.clear()
         ranks = SimpleNamespace(sum_over_ranks=list, max_over_ranks=list, copies=1, stages=1)
-        metrics = StepMetrics(SimpleNamespace(ranks=ranks, has_no_updates=True), PrefixConfig(), epochs=1)
+        metrics = StepMetrics(SimpleNamespace(ranks=ranks, trains=False), PrefixConfig(), epochs=1)
         for i, (tokens, rows, *groups) in enumerate(batches):
             ids = torch.nested.as_nested_tensor([torch.full([101], i)] * rows, layout=torch.jagged)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})

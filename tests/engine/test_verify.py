@@ -334,11 +334,12 @@ def _vision_rows(responses: list[list[int]], pixels: list) -> tuple:
 
     rows = {"prompts": [[1, 5, 1]] * len(responses), "responses": responses}
     rows["input_ids"] = [[*pair[0], *pair[1]] for pair in zip(*rows.values(), strict=True)]
-    data = tu.get_tensordict({name: nested(x) for name, x in rows.items()} | {"multi_modal_inputs": pixels})
+    fields = {name: nested(x) for name, x in rows.items()} | {"multi_modal_inputs": pixels, "uid": ["a"] * len(pixels)}
+    data = tu.get_tensordict(fields, {"max_token_len_per_gpu": 100})
     config = types.SimpleNamespace(model_type="qwen3_vl", image_token_id=5, video_token_id=6)
     ranks = types.SimpleNamespace(max_over_ranks=lambda lacking: lacking)
     facts = StockFacts(dense_mask=False, separates_rows=False, wrong_when_sharded=None)
-    return BatchRows(data), types.SimpleNamespace(config=config, ranks=ranks, stock_facts=facts)
+    return BatchRows(data), types.SimpleNamespace(config=config, ranks=ranks, stock_facts=facts, trains=True)
 
 
 def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_ranks():
@@ -377,10 +378,23 @@ def test_a_check_that_failed_is_due_again(monkeypatch):
     verdict = mock.Mock(side_effect=[torch.OutOfMemoryError(), verify.Verdict(*[Figure(0.0, 1.0, "")] * 4)])
     monkeypatch.setattr(checks, "_verdict", verdict)
     backend.shape, backend.output_names = types.SimpleNamespace(recurrent_layers=0), lambda flags: ["log_probs"]
-    args = data, [Group.of_prompt((0, 1), 2, (2, 2))], 100, Plan(()), Loss(None)
+    args = data, [Group.of_prompt((0, 1), 2, (2, 2))], Plan(()), Loss(None), False
     with pytest.raises(torch.OutOfMemoryError):
         checks.check(*args)
     assert "prefix/verify_log_probs" in checks.check(*args) and not checks.check(*args)
+
+
+def test_a_miss_names_the_update_and_the_rows(monkeypatch):
+    """Updates count that took verl's own path, or waited for a rank's group; log-probs do not."""
+    data, backend = _vision_rows([[1, 1]] * 2, [{"pixel_values": torch.ones(1)}] * 2)
+    checks = Verification(backend, PrefixConfig(), None)
+    monkeypatch.setattr(checks, "_verdict", lambda *args: verify.Verdict(*[Figure(9.0, 1.0, "")] * 4))
+    args = data, [Group.of_prompt((0, 1), 2, (2, 2))], Plan(()), Loss(None)
+    for forward_only in (False, True, False, False):
+        checks.count(forward_only)
+    assert checks.check(*args, True) == {}
+    with pytest.raises(RuntimeError, match=r"prefix.verify, update 3: .*\(this rank compared rows of uid a\)"):
+        checks.check(*args, False)
 
 
 def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():

@@ -49,7 +49,7 @@ class HFBackend(Backend):
 
     def __init__(self, engine: VerlHFEngine) -> None:
         self._engine = engine
-        self.has_no_updates: bool = engine.engine_config.forward_only
+        self.trains: bool = not engine.engine_config.forward_only
         self.deterministic: bool = engine.engine_config.full_determinism
         size = engine.ulysses_sequence_parallel_size
         self.ranks = Ranks(
@@ -85,7 +85,7 @@ class HFBackend(Backend):
         return model_shape(self._engine.module, self.dtype)
 
     def gradient_bytes(self) -> float:
-        if self.has_no_updates:
+        if not self.trains:
             return 0.0
         shards = (local_shard(p) for p in self._engine.module.parameters() if p.requires_grad)
         return float(sum(shard.nbytes for shard in shards if shard.device.type != "cpu"))

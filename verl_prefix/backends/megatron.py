@@ -81,7 +81,7 @@ class MegatronBackend(Backend):
 
     def __init__(self, engine: VerlMegatronEngine) -> None:
         self._engine = engine
-        self.has_no_updates: bool = engine.engine_config.forward_only
+        self.trains: bool = not engine.engine_config.forward_only
         self.deterministic = bool(engine.engine_config.override_transformer_config.get("deterministic_mode"))
         size, slice_group = engine.get_data_parallel_size(), engine.get_context_parallel_group()
         slices = slice_group.size()
@@ -241,7 +241,7 @@ class MegatronBackend(Backend):
         return grad.detach().flatten()[max(start, 0) : max(start + size, 0)]
 
     def _clear(self) -> None:
-        if not self.has_no_updates:
+        if self.trains:
             self._module.zero_grad_buffer()
 
     def rounding_noise(self, seed: int) -> AbstractContextManager[None]:
@@ -252,7 +252,7 @@ class MegatronBackend(Backend):
     def gradients_aside(self) -> Iterator[None]:
         """Also keeps what routers have counted, and their biases, which mcore moves whenever gradients are reduced.
         Inside, no loss balances experts, since such losses depend on how rows fall into passes."""
-        if self.has_no_updates:
+        if not self.trains:
             yield
             return
         model, buffers = unwrapped(self._module), [*self._module.buffers, *self._module.expert_parallel_buffers]

@@ -75,15 +75,15 @@ class StockFacts(NamedTuple):
     """What the stock path does with this model.
 
     Attributes:
-        dense_mask: rows of one micro-batch read a T x T mask, as by sdpa. `Planner` reads it, for costs.
+        dense_mask: rows of one micro-batch read a T x T mask, as by sdpa. It makes long micro-batches cost more.
         separates_rows: rows are computed one by one, since packed ones would leak state; padded where ranks have
-            different numbers of rows. `Planner` reads it, for costs and for its warning of long rows.
+            different numbers of rows. Costs are then of single rows.
         wrong_when_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
-            computes whole rows; None: it is right. Read by `Planner`, by `checked_rows`, and by the stock path.
-        equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows. `checked_rows` reads
-            it.
+            computes whole rows; None: it is right.
+        equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows. If False, the
+            self-check takes rows that run it equally often on every rank.
         rows_begin_at_zero: verl starts a packed row at every position id 0. If False, it starts one where ids do not
-            go up by 1, or reads no ids. `BatchRows.check_positions_and_pixels` reads it.
+            go up by 1, or reads no ids. Rows with other position ids are refused.
     """
 
     dense_mask: bool
@@ -141,13 +141,13 @@ class Backend(ABC):
 
     Attributes:
         ranks: who computes what with whom.
-        has_no_updates: the engine computes log-probs alone, as ref does.
+        trains: the engine has updates. False: it computes log-probs alone, as ref does.
         deterministic: the run must not depend on a clock.
         after_not_finite: what verl's engine does with gradients that are not finite, for the log.
     """
 
     ranks: Ranks
-    has_no_updates: bool
+    trains: bool
     deterministic: bool
     after_not_finite: str
 
@@ -265,7 +265,7 @@ class Backend(ABC):
     @property
     def ignores_routes(self) -> bool:
         """Whether routers choose, whatever routes a batch has: in engines of ref and values."""
-        return self.has_no_updates
+        return not self.trains
 
     def aligned_routes(self, data: TensorDict) -> TensorDict:
         """Returns a batch with the rollout's routes in the form in which this engine's routers replay them."""

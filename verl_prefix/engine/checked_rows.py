@@ -76,12 +76,12 @@ def _with_equal_tower_runs(backend: Backend, rows: BatchRows, groups: Sequence[G
 def _with_chosen(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
     """Cuts each group to its units whose rows are all `chosen` (of each row of the batch), and drops groups that have
     none."""
-    found = []
+    kept = []
     for group in groups:
         units = [range(*unit) for unit in units_of(group)]
         members = [i for unit in units if all(chosen[group.rows[j]] for j in unit) for i in unit]
-        found += [with_rows(group, members)] if members else []
-    return found
+        kept += [with_rows(group, members)] if members else []
+    return kept
 
 
 def cheapest(groups: Sequence[Group], num_rows: int) -> Group:

@@ -60,8 +60,8 @@ def has_gradient(loss: Loss, rows: BatchRows, numbers: Sequence[int], process_gr
             values = {"log_probs": (old + shift).requires_grad_(), "entropy": (0 * old).requires_grad_()}
             offsets = micro_batch["input_ids"].offsets()
             outputs = {n: torch.nested.nested_tensor_from_jagged(x, offsets) for n, x in values.items()}
-            found = loss(outputs, micro_batch, process_group).loss
-            gradients = torch.autograd.grad(found, [*values.values()], allow_unused=True)
+            pass_loss = loss(outputs, micro_batch, process_group).loss
+            gradients = torch.autograd.grad(pass_loss, [*values.values()], allow_unused=True)
             if any(gradient is not None and gradient.any() for gradient in gradients):
                 return True
     return False

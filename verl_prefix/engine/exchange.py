@@ -52,7 +52,7 @@ class Exchange:
         tree_rule: what they share, for this batch and those that follow.
         uids: `uid_hashes` of the rows of all ranks, or of this rank alone where ranks exchange none. Padding's is left
             out.
-        metrics: prefix/* and timing_s/* of this rank; `give_back` adds the time that it took.
+        metrics: prefix/* and timing_s/* of this rank. `give_back` adds the seconds that it took.
         moves: by which rows have travelled; None: no row of any rank has.
     """
 
@@ -119,7 +119,7 @@ def _rows_may_travel(ranks: Ranks, option: str, loss: Loss) -> bool:
     """Whether ranks exchange rows in this batch, the same on all ranks."""
     if option == "off" or ranks.data_size == 1:
         return False
-    if loss.is_unknown:
+    if not loss.is_known:
         why = "this loss may read what does not travel (raw_prompt, extra_fields)"
         warn_once(logger, f"prefix.exchange: rows stay on their ranks where this loss is computed: {why}")
         return False
@@ -233,9 +233,9 @@ def _with_pixels(rows: Sequence[TravellingRow], keys: Sequence[Hashable]) -> lis
     visuals = [dict(row.others[PIXELS] or {}) for row in rows]
     pixels = [{name: x for name, x in visual.items() if name in PIXEL_NAMES} for visual in visuals]
     held = {key: row_pixels for key, row_pixels in zip(keys, pixels, strict=True) if row_pixels}
-    found = []
+    with_pixels = []
     for key, row, visual in zip(keys, rows, visuals, strict=True):
         if key in held:  # also where pixels were all that a row had, before they stayed behind
             visual = {name: x for name, x in visual.items() if name != CARRIED_BY} | held[key]
-        found.append(row._replace(others=row.others | {PIXELS: visual}))
-    return found
+        with_pixels.append(row._replace(others=row.others | {PIXELS: visual}))
+    return with_pixels

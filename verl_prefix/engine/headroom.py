@@ -40,7 +40,7 @@ class Headroom:
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + cached - self._backend.gradient_bytes()
         shape, least = self._costs.shape, self._costs.memory
-        return peak_bytes(shape, None, passes, least, self._backend.has_no_updates) <= free
+        return peak_bytes(shape, None, passes, least, not self._backend.trains) <= free
 
     @contextmanager
     def update(self) -> Iterator[None]:

@@ -96,17 +96,18 @@ class Loss:
 
     Attributes:
         kind: what is known of the function.
-        is_unknown: whether there is a function of which little is known. It may read what does not travel.
+        is_known: whether it is known what the function reads: one of verl's own, or none. Any other may read what does
+            not travel.
     """
 
     def __init__(self, function: LossFunction | None, fields: Set[str] | None = None) -> None:
         self.function, self.kind = function, _kind_of(function, fields)
-        self.is_unknown = function is not None and not self.kind.sums_rows
+        self.is_known = function is None or self.kind.sums_rows
 
     def warn_of_limits(self) -> None:
         """Says once what a user's loss does not get, and must not do."""
         module = getattr(getattr(self.function, "func", self.function), "__module__", None) or ""
-        if self.is_unknown and not module.startswith("verl."):
+        if not self.is_known and not module.startswith("verl."):
             warn_once(
                 logger,
                 "prefix: a loss that is not verl's own gets zeros in place of outputs of prompts, and must not run "
@@ -172,6 +173,6 @@ def neutral(metric: Metric) -> Metric:
     """Returns a metric that is aggregated like this one, has as many values, and changes no extreme: infinite where the
     minimum or maximum counts, and 0 in sums and means."""
     value = {AggregationType.MIN: math.inf, AggregationType.MAX: -math.inf}.get(metric.aggregation, 0.0)
-    found = metric.init_list()
-    found.extend([value] * len(metric.values))
-    return found
+    same_kind = metric.init_list()
+    same_kind.extend([value] * len(metric.values))
+    return same_kind

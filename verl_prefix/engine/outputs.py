@@ -147,9 +147,10 @@ class TokenOutputs:
             index: [n] int64, of the tokens in the batch's flat values.
             logits: [n, this rank's part of the vocabulary].
         """
-        # A suffix token's label is the next token of its own row, which a roll of the packed row would not give. The
-        # batch's last token, which pads a rank's share of tokens, has no next one: nobody reads its output.
-        values = {"input_ids": self.tokens.input_ids[(index + 1).clamp(max=len(self.tokens.input_ids) - 1)]}
+        # The batch's last token, which pads a rank's share of tokens, has no next one: nobody reads its output.
+        following = (index + 1).clamp(max=len(self.tokens.input_ids) - 1)
+        # A suffix token's label is the next token of its own row, which a roll of the packed row would not give.
+        values = {"input_ids": self.tokens.input_ids[following]}
         values |= {name: x[self._teacher_rows[index]] for name, x in self._teacher.items()}
         # One object of offsets per n, since a jagged tensor that checkpointing makes again is equal only if its offsets
         # are the same.

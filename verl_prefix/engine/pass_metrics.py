@@ -22,7 +22,7 @@ def plan_metrics(
     peak = runner.meter.phase_b_peak
     # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are not
     # comparable.
-    group_tokens = {} if loss.is_unknown else {GROUP_TOKENS: sum(group.num_physical_tokens for group in groups)}
+    group_tokens = {GROUP_TOKENS: sum(group.num_physical_tokens for group in groups)} if loss.is_known else {}
     return {
         **group_tokens,
         **({"prefix/phase_b_peak_gib": peak / 2**30} if peak else {}),

@@ -90,6 +90,7 @@ class PassResults:
         # The loss of top-k distillation reads what `token_outputs` made of the teacher's rows, and not these.
         is_topk = loss.kind.sums_rows and rows.flag("distillation_use_topk")
         self._data = rows.data.exclude(ROUTES, *(TEACHER if is_topk else ()))
+        tu.assign_non_tensor(self._data, use_dynamic_bsz=True)  # else verl joins outputs in the order of passes
         self._backend, self._loss = backend, loss
         self._returns_outputs = forward_only or rows.flag("return_model_output")  # on every rank or on none
         needs_masked_outputs = self._returns_outputs or loss.needs_masked_outputs(rows.data)
@@ -104,12 +105,12 @@ class PassResults:
             outputs: [outputs that are read, k].
         """
         rows = self._rows_of(packed_row, outputs)
-        found = self._loss(rows.output_for_loss, rows.for_loss, self._backend.ranks.data)
+        pass_loss = self._loss(rows.output_for_loss, rows.for_loss, self._backend.ranks.data)
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
-        values = [found.loss.detach(), outputs, *self._loss.floats(rows.for_loss).values()]
+        values = [pass_loss.loss.detach(), outputs, *self._loss.floats(rows.for_loss).values()]
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
-        self._keep(rows, found, finite)
-        return found.loss
+        self._keep(rows, pass_loss, finite)
+        return pass_loss.loss
 
     def _rows_of(self, packed_row: PackedRow, outputs: torch.Tensor) -> _PassRows:
         """Makes verl's rows of a pass. Those of padding are left out for the loss, if others remain."""
@@ -123,11 +124,11 @@ class PassResults:
         seen_output = {name: tu.nested_tensor_from_tensor_list([x[i] for i in seen]) for name, x in unbound.items()}
         return _PassRows(numbers, model_output, select_rows(micro_batch, seen), seen_output)
 
-    def _keep(self, rows: _PassRows, found: PassLoss, finite: torch.Tensor) -> None:
+    def _keep(self, rows: _PassRows, pass_loss: PassLoss, finite: torch.Tensor) -> None:
         """Keeps a pass's results."""
         model_output = {name: values.detach() for name, values in rows.model_output.items()}
-        output = {"loss": found.loss.detach(), "metrics": found.metrics or {}, "model_output": model_output}
-        metrics_count = found.metrics is not None and any(row not in self._padding for row in rows.numbers)
+        output = {"loss": pass_loss.loss.detach(), "metrics": pass_loss.metrics or {}, "model_output": model_output}
+        metrics_count = pass_loss.metrics is not None and any(row not in self._padding for row in rows.numbers)
         self._results.append(_Result(rows.numbers, output, finite, current_pass(), metrics_count))
 
     def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
@@ -148,7 +149,8 @@ class PassResults:
     def _add_idle_groups(self, plan: Plan) -> None:
         """Makes a result of the idle groups, which no pass computes, in two cases.
 
-        - Outputs are wanted: then also those of idle groups, whose outputs are empty.
+        - Outputs are wanted: verl puts rows back by their numbers, so that rows of idle groups need an (empty) output,
+          too.
         - This rank has no other rows: then the loss is called, since every rank must report the same metrics, and
           equally many values of each (`even_out`). Of no token it may return NaN, which counts as finite, or raise.
         """
@@ -158,14 +160,15 @@ class PassResults:
         with torch.no_grad(), self._backend.autocast():
             nothing = PackedRow(torch.zeros(0, dtype=torch.int64), (), plan.idle_groups)
             rows = self._rows_of(nothing, self.token_outputs.empty())
-            found = PassLoss(torch.zeros(()), None)
+            pass_loss = PassLoss(torch.zeros(()), None)
             if is_alone or self._loss.function is None:
-                found = self._loss(rows.output_for_loss, rows.for_loss, self._backend.ranks.data)
-        self._keep(rows, found, torch.tensor(True))
+                pass_loss = self._loss(rows.output_for_loss, rows.for_loss, self._backend.ranks.data)
+        self._keep(rows, pass_loss, torch.tensor(True))
 
     def _joined(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Joins all results to verl's output; returns it, and how many of them had anything not finite."""
-        if any(result.metrics_count for result in self._results):  # else every rank still needs one set of metrics
+        # If only padding has metrics, they stay: verl needs some of every rank.
+        if any(result.metrics_count for result in self._results):
             for result in self._results:
                 result.output["metrics"] = result.output["metrics"] if result.metrics_count else {}
         num_not_finite = self.report_not_finite()

@@ -104,7 +104,7 @@ class Planner:
         if deterministic or backend.ranks.stages > 1:
             # No clock, which would choose differently from run to run, or would measure how long a pipeline fills.
             flops = costs.flops()
-            known = {"forward": flops["forward"]} if backend.has_no_updates else flops
+            known = flops if backend.trains else {"forward": flops["forward"]}
         reduce_max = backend.ranks.max_over_ranks
         return Chooser(costs, known, measure=rates, reduce_max=reduce_max, stock_fits=self._headroom.fits)
 

@@ -8,9 +8,9 @@ order. What differs from engine to engine of verl is its backend's.
 
 import functools
 import logging
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,23 @@ from verl_prefix.versions import warn_once
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class MiniBatch:
+    """A call of `forward_backward_batch`.
+
+    Attributes:
+        given: the rows that verl handed over on this rank.
+        loss: of these rows.
+        forward_only: without gradients.
+        metrics: what was counted so far, by the names of `metric_table`.
+    """
+
+    given: BatchRows
+    loss: Loss
+    forward_only: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
 class PrefixEngine:
     """Mixin, left of verl's engine class in the bases: an engine that computes a group's prefix once.
 
@@ -76,7 +93,7 @@ class PrefixEngine:
         self._role = role_of(engine_config)
         self._verification = Verification(backend, self.prefix_config, self.run_plan)
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
-        if self.prefix_config.trace_dir and not backend.has_no_updates:
+        if self.prefix_config.trace_dir and backend.trains:
             ranks = backend.ranks
             self._trace = open_trace(self.prefix_config, ranks.data_rank, ranks.data_size, ranks.writes, self)
 
@@ -84,7 +101,8 @@ class PrefixEngine:
         """Builds verl's engine, and what needs its model."""
         super().initialize()  # type: ignore[misc]
         shares = self.prefix_config.schedule != "stock"
-        with together("checking the model", same=("stock facts",)) as agreed:  # stages have different layers
+        # On one stage of a pipeline alone a model may have what cannot be shared.
+        with together("checking the model", same=("stock facts",)) as agreed:
             agreed.same("stock facts", facts := self.backend.stock_facts)
             if shares:
                 self.backend.check_model()
@@ -93,7 +111,7 @@ class PrefixEngine:
                     f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that this model's routers learn from; set "
                     f"{SKIP_ZERO_ADVANTAGE}=False"
                 )
-        if not agreed.is_same("stock facts"):  # by which ranks choose collectives
+        if not agreed.is_same("stock facts"):  # ranks would enter different collectives
             raise RankError(
                 f"verl's own path computes this model otherwise on other ranks, here by {facts}; install the same "
                 "packages on every node"
@@ -119,64 +137,61 @@ class PrefixEngine:
         with together("reading routes"):
             data = self._with_routes(data.copy(), forward_only)  # the caller's batch gets none of our flags
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
-        batch, loss, metrics = BatchRows(data), Loss(loss_function), ChainMap[str, float]()
+        given, loss = BatchRows(data), Loss(loss_function)
+        batch = MiniBatch(given, loss, forward_only)
+        self._verification.count(forward_only)
         if self._planner is None:
-            return self._take_stock_path(WhyStock("prefix.schedule=stock"), batch, loss, forward_only, metrics)
-        if (why := self._planner.why_stock(batch, loss) or self._verification.failure) is not None:
-            return self._take_stock_path(why, batch, loss, forward_only, metrics)
+            return self._take_stock_path(WhyStock("prefix.schedule=stock"), batch)
+        if (why := self._planner.why_stock(given, loss) or self._verification.failure) is not None:
+            return self._take_stock_path(why, batch)
         loss.warn_of_limits()
-        exchange = self._open_exchange(batch, loss, forward_only, metrics)
+        exchange = self._open_exchange(batch)
         computed, groups = exchange.computed, exchange.groups
-        path = self._planner.plan(batch, groups, forward_only, computed.dead, self._computes_ref)
-        metrics.update(path.metrics)
+        path = self._planner.plan(given, groups, forward_only, computed.dead, self._computes_ref)
+        batch.metrics |= path.metrics
         if isinstance(path, WhyStock):
-            return self._take_stock_path(path, batch, loss, forward_only, metrics)
+            return self._take_stock_path(path, batch)
         with together("checking rows"):
             computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.rows_begin_at_zero)
         self.backend.begin_shared_path(computed)
-        rows = self._with_loss_fields(computed)
-        if not forward_only or self.backend.has_no_updates:
-            # The budget is by the flags that verl set, which `rows` no longer has.
-            metrics.update(self._verification.check(rows, groups, batch.budget(groups), path.plan, loss))
+        computed = self._with_loss_fields(computed)
+        batch.metrics |= self._verification.check(computed, groups, path.plan, loss, forward_only)
         if (why := self._verification.failure) is not None:
-            return self._take_stock_path(why, batch, loss, forward_only, metrics)
-        path = self._planner.choose_memory(path, rows, forward_only)
+            return self._take_stock_path(why, batch)
+        path = self._planner.choose_memory(path, computed, forward_only)
         with out_of_memory_advice(path.plan, path.memory, self._role, self.prefix_config, forward_only):
-            output, pass_metrics = self.run_plan(rows, groups, path, loss, forward_only)
-        metrics.update(pass_metrics)
+            output, pass_metrics = self.run_plan(computed, groups, path, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        return self._report(output, metrics, batch, forward_only)
+        batch.metrics |= pass_metrics | exchange.metrics  # whose seconds are now those of both ways
+        return self._report(output, batch)
 
-    def _take_stock_path(
-        self, why: WhyStock, batch: BatchRows, loss: Loss, forward_only: bool, metrics: MutableMapping[str, float]
-    ) -> dict[str, Any]:
-        """Computes a batch on the stock path, and reports it. metrics: of what was done before this was decided."""
+    def _take_stock_path(self, why: WhyStock, batch: MiniBatch) -> dict[str, Any]:
+        """Computes a mini-batch on the stock path, and reports it."""
         warn_once(logger, "prefix: stock path, %s", why.reason)
         with together("receiving pixels"):
-            data = receive_pixels(batch.data)
-        output = self.backend.run_stock_path(data, loss.for_stock(), forward_only)
-        metrics["prefix/stock_rows"] = batch.num_real
-        return self._report(output, metrics, batch, forward_only)
+            data = receive_pixels(batch.given.data)
+        output = self.backend.run_stock_path(data, batch.loss.for_stock(), batch.forward_only)
+        batch.metrics["prefix/stock_rows"] = batch.given.num_real
+        return self._report(output, batch)
 
-    def _report(
-        self, output: dict[str, Any], metrics: Mapping[str, float], batch: BatchRows, forward_only: bool
-    ) -> dict[str, Any]:
-        """Returns verl's output of a batch with our metrics in it."""
-        output.setdefault("metrics", {}).update(self._step_metrics.report(metrics, batch, forward_only))
+    def _report(self, output: dict[str, Any], batch: MiniBatch) -> dict[str, Any]:
+        """Returns verl's output of a mini-batch with our metrics in it."""
+        reported = self._step_metrics.report(batch.metrics, batch.given, batch.forward_only)
+        output.setdefault("metrics", {}).update(reported)
         return output
 
-    def _open_exchange(
-        self, batch: BatchRows, loss: Loss, forward_only: bool, metrics: ChainMap[str, float]
-    ) -> Exchange:
+    def _open_exchange(self, batch: MiniBatch) -> Exchange:
         """Brings rows to the ranks that compute them, groups and counts them. What they share decides `tree_rule` for
         later batches."""
-        if loss.function is None:  # log-probs alone, for which no teacher travels
-            batch = batch.with_data(batch.data.exclude(*TEACHER))
-        skips_dead = self.prefix_config.skip_zero_advantage and not forward_only
-        exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.tree_rule, loss, skips_dead)
+        rows = batch.given
+        if batch.loss.function is None:  # log-probs alone, for which no teacher travels
+            rows = rows.with_data(rows.data.exclude(*TEACHER))
+        skips_dead = self.prefix_config.skip_zero_advantage and not batch.forward_only
+        exchange = open_exchange(
+            self.backend, self.prefix_config.exchange, rows, self.tree_rule, batch.loss, skips_dead
+        )
         self.tree_rule = exchange.tree_rule
-        metrics.maps.append(exchange.metrics)  # `Exchange.give_back` adds to these later
-        metrics.update(self._step_metrics.count_rows(exchange, forward_only))
+        batch.metrics |= exchange.metrics | self._step_metrics.count_rows(exchange, batch.forward_only)
         return exchange
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
@@ -211,17 +226,11 @@ class PrefixEngine:
             yield
 
     def _with_loss_fields(self, rows: BatchRows) -> BatchRows:
-        """Returns the rows with what verl's forward_backward_batch adds to a batch for the loss, and with
-        `use_dynamic_bsz`, by which verl puts outputs of passes back in the order of rows."""
+        """Returns the rows with what verl's forward_backward_batch adds to a batch for the loss."""
         data, ranks = rows.data.copy(), self.backend.ranks
         batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
         torch.distributed.all_reduce(batch_num_tokens, group=ranks.data)
-        tu.assign_non_tensor(
-            data,
-            batch_num_tokens=batch_num_tokens.item(),
-            dp_size=ranks.data_size,
-            use_dynamic_bsz=True,
-        )
+        tu.assign_non_tensor(data, batch_num_tokens=batch_num_tokens.item(), dp_size=ranks.data_size)
         return rows.with_data(data)
 
     def run_plan(

@@ -27,7 +27,7 @@ class SharingAdvice:
 
     def __init__(self, backend: Backend, options: PrefixConfig) -> None:
         self._ranks, self._options = backend.ranks, options
-        self._counts_trees = not backend.has_no_updates  # until the first batch was counted
+        self._counts_trees = backend.trains  # until the first batch was counted
         self._log_prob_totals: Mapping[str, float] = {}  # of the last log-probs
         self._is_first_step = True
 

@@ -13,6 +13,7 @@ from verl_prefix.auto.cost import Memory
 from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.context import ForwardContext
+from verl_prefix.core.errors import listed
 from verl_prefix.core.group_parts import renumbered
 from verl_prefix.core.groups import Group
 from verl_prefix.core.nesting import Nesting
@@ -83,23 +84,35 @@ class Verification:
     def __init__(self, backend: Backend, options: PrefixConfig, run_plan: Callable[..., tuple[dict, dict]]) -> None:
         self._backend, self._options, self._run_plan = backend, options, run_plan
         self.failure: WhyStock | None = None
-        self._num_batches = 0
+        self._num_batches = 0  # of the checked kind, on either path: the log names the last one by this number
+        self._num_offered = 0  # of these, those by which `prefix.verify` counts
 
     @property
     def _compared(self) -> str:
         """The output that both paths are compared by: log_probs, or values."""
         return self._backend.output_names(_NO_FLAGS)[0]
 
-    def check(self, rows: BatchRows, groups: Sequence[Group], budget: int, plan: Plan, loss: Loss) -> dict[str, float]:
+    def count(self, forward_only: bool) -> None:
+        """Counts a batch, on whichever path it will be computed."""
+        self._num_batches += self._is_checked_kind(forward_only)
+
+    def _is_checked_kind(self, forward_only: bool) -> bool:
+        return not (forward_only and self._backend.trains)
+
+    def check(
+        self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
+    ) -> dict[str, float]:
         """Runs the check, if one is due and every rank has a group to check. A few rows of one group take both paths,
-        which are compared. Then rows that the update does not compute are checked: they must have no gradient.
+        which are compared. Then rows that the update does not compute are checked: they must have no gradient. A check
+        that finds no group on some rank stays due, and waits for the next batch.
+
+        No pass of the check has more tokens than the budget of these groups, unless one row alone does. Where verl's
+        sequence parallelism is wrong, each rank computes whole rows, and rows that are checked fit a rank's budget.
 
         Args:
             rows: the rows that this rank computes.
             groups: of these rows.
             plan: of these groups.
-            budget: tokens of one pass. No pass of the check has more, unless one row alone does. Where verl's sequence
-                parallelism is wrong, each rank computes whole rows, and rows that are checked fit a rank's budget.
 
         Returns:
             prefix/verify_* and the seconds; {} where nothing was checked.
@@ -107,21 +120,27 @@ class Verification:
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
         """
-        start = time.perf_counter()
+        if not self._is_checked_kind(forward_only):
+            return {}
         if not self._is_due():
-            self._num_batches += 1
+            self._num_offered += 1
             return {}
-        found = candidates(self._backend, rows, groups, budget)
-        if not found:
+        start, budget = time.perf_counter(), rows.budget(groups)
+        if not (choice := candidates(self._backend, rows, groups, budget)):
             return {}
+        group = cheapest(choice, len(rows))
         with self_check_advice():
-            verdict = self._verdict(rows, cheapest(found, len(rows)), budget, loss)
+            verdict = self._verdict(rows, group, budget, loss)
         misses = []
         if verdict.missed:
-            misses = [f"{verdict}. The shared-prefix path is wrong for this model; set {WITHOUT_SHARING}"]
-        if self._options.skip_zero_advantage and not self._backend.has_no_updates:
+            uids = listed(sorted({rows.uids[number] for number in group.rows}))
+            misses = [
+                f"{verdict} (this rank compared rows of uid {uids}). The shared-prefix path is wrong for this model; "
+                f"set {WITHOUT_SHARING}"
+            ]
+        if self._options.skip_zero_advantage and self._backend.trains:
             misses += self._gradients_of_dead_rows(rows, plan, loss)
-        self._num_batches += 1
+        self._num_offered += 1
         if misses:
             self._miss("; ".join(misses))
         figures = verdict._asdict()
@@ -135,8 +154,8 @@ class Verification:
         """Whether this batch is one that `prefix.verify` names."""
         verify = self._options.verify
         if isinstance(verify, str):
-            return verify == "first_step" and self._num_batches == 0
-        return verify > 0 and self._num_batches % verify == 0
+            return verify == "first_step" and self._num_offered == 0
+        return verify > 0 and self._num_offered % verify == 0
 
     def _gradients_of_dead_rows(self, rows: BatchRows, plan: Plan, loss: Loss) -> list[str]:
         """Checks on all ranks that rows in no pass of the plan have no gradient: dead rows, and rows with an empty
@@ -149,7 +168,7 @@ class Verification:
 
     def _miss(self, why: str) -> None:
         """Ends the run, or sends all batches from now on to the stock path."""
-        batches = "batch of ref" if self._backend.has_no_updates else "update"
+        batches = "update" if self._backend.trains else "batch of ref"
         message = f"prefix.verify, {batches} {self._num_batches}: {why}"
         if self._options.verify_action == "raise":
             fallback = "actor_rollout_ref.actor.prefix.verify_action=fallback"
@@ -193,12 +212,12 @@ class _BothPaths:
 
     def stock(self) -> torch.Tensor:
         """Runs the stock path."""
-        data, forward_only = self._sample.for_stock.data, self._backend.has_no_updates
+        data, forward_only = self._sample.for_stock.data, not self._backend.trains
         return self._outputs(self._backend.run_stock_path(data, self._sample.loss, forward_only))
 
     def ours(self, schedule: str, context_type: Callable[..., ForwardContext]) -> torch.Tensor:
         """Runs the passes of `plan_to_check`."""
-        rows, group, forward_only = self._sample.rows, self._sample.group, self._backend.has_no_updates
+        rows, group, forward_only = self._sample.rows, self._sample.group, not self._backend.trains
         plan = plan_to_check(group, self._budget, schedule, nests=self._backend.ranks.stages == 1)
         loss = Loss(self._sample.loss, fields={"temperature", "verify_weight"})
         path = SharedPath(plan, self._memory)
