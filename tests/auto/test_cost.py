@@ -188,8 +188,21 @@ def test_a_batch_without_anything_to_compute_predicts_no_speedup():
     made = make_chooser(FLOPS)
     made.choose(LONG, 4000, forward_only=False)
     assert made.speedup > 1
-    assert made.choose([], 4000, forward_only=False, own=chooser.Batch(LONG, 4000)) is not None
+    assert made.choose([], 4000, forward_only=False, own=chooser.Workload(LONG, 4000)) is not None
     assert made.speedup is None
+
+
+def test_the_reason_for_stocks_path_is_what_decided_it():
+    alone, shape = [Group.of_prompt((i,), 300, (9,)) for i in range(4)], dataclasses.replace(SHAPE, head=0)
+    made = make_chooser(FLOPS, min_speedup=0.1)
+    critics = dataclasses.replace(made, costs=dataclasses.replace(made.costs, shape=shape))
+    assert critics.choose(alone, 4000, forward_only=True) is None
+    assert critics.why_stock.startswith("no rows of this batch share a prompt")
+    assert critics.choose(LONG, 4000, forward_only=False) is None
+    assert critics.why_stock.startswith("the update follows its log-probs")
+    made = make_chooser(FLOPS)
+    assert made.choose(SHORT, 4000, forward_only=True) is None
+    assert made.why_stock.startswith("prefix.min_speedup=")
 
 
 def test_what_does_not_fit_is_cut_or_phased_by_cost():
@@ -435,8 +448,8 @@ def test_plan_decides_on_ref_as_the_engine_that_computes_it():
     only_passes_cost = Rates(fixed=1.0, linear=0.0, attention=0.0, head=0.0)
     predictor = make_predictor()
     predictor.rates = {"forward": Rates(), "update": only_passes_cost}
-    assert not predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=True)[0].stock
-    assert predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=False)[0].stock
+    assert not predictor.decide([(chooser.Workload(LONG, 4000),) * 2], ref_engine=True)[0].stock
+    assert predictor.decide([(chooser.Workload(LONG, 4000),) * 2], ref_engine=False)[0].stock
 
 
 LENGTHS = st.tuples(st.integers(1, 800), st.integers(1, 800), st.integers(1, 8))
@@ -465,7 +478,9 @@ def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
         for engine, groups in zip(engines, ranks, strict=True):
             engine.reduce_max = lambda values, agreed=agreed: agreed
             plans.append(engine.choose(groups, budget, forward_only))
-        log_probs, predicted = predictor.decide([(chooser.Batch(groups, budget),) * 2 for groups in ranks], log_probs)
+        log_probs, predicted = predictor.decide(
+            [(chooser.Workload(groups, budget),) * 2 for groups in ranks], log_probs
+        )
         assert predicted == plans and {engine.speedup for engine in engines} == {log_probs.speedup}
 
 
@@ -481,8 +496,8 @@ def test_what_is_not_measured_would_be_chosen_at_any_rates(lengths, budget, forw
     """On two ranks, of which the second computes the rows of the first beside its own."""
     groups = [Group.of_prompt(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
     costs = make_chooser(FLOPS, min_speedup=min_speedup).costs
-    own = [None, chooser.Batch(groups[1:], budget)]
-    ranks = [chooser.Candidates(costs, chooser.Batch(groups, budget), one) for one in own]
+    own = [None, chooser.Workload(groups[1:], budget)]
+    ranks = [chooser.Candidates(costs, chooser.Workload(groups, budget), one) for one in own]
     if not all(paths.is_certain() for paths in ranks):
         return
     priced = [paths.seconds({"forward": forward, "update": update}) for paths in ranks]
@@ -509,7 +524,7 @@ def test_rates_are_measured_where_the_choice_depends_on_them_alone():
 def test_logits_in_chunks_run_again_by_each_ranks_tokens(slices, head_tokens):
     memory = cost.Memory(2, False, False, 4096, False, slices=slices)
     costs = cost_model.CostModel(SHAPE, False, None, 1.05, memory)
-    paths = chooser.Candidates(costs, chooser.Batch([Group.of_prompt((0, 1), 1000, (4000, 4000))], 10**5))
+    paths = chooser.Candidates(costs, chooser.Workload([Group.of_prompt((0, 1), 1000, (4000, 4000))], 10**5))
     assert [one.head_tokens for one in paths.passes["update"][1]] == [head_tokens]
 
 

@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from verl_prefix.auto.chooser import Batch, Candidates, decide
+from verl_prefix.auto.chooser import Candidates, Workload, decide
 from verl_prefix.auto.cost import Memory, Rates, peak_bytes
 from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.auto.megatron import Division
@@ -89,7 +89,7 @@ def test_auto_is_never_slower_than_stock(stages, share, size):
     for number in (1, 2, 4, 16, 64):
         for suffix in (256, 2048):
             model = costs(stages, min_speedup=1.0)
-            paths = Candidates(model, Batch(groups_of(number, int(share * suffix), suffix, size), 16384))
+            paths = Candidates(model, Workload(groups_of(number, int(share * suffix), suffix, size), 16384))
             seconds = paths.seconds(model.flops())
             plan = paths.taken(decide(seconds, 1.0))
             ours = model.timeline(paths.stock if plan is None else plan, "update", model.flops())
@@ -159,7 +159,7 @@ def test_longer_waves_add_an_eighth_with_several_stages_too(checkpointed, prefix
 
 def test_what_an_update_takes_is_told_of_the_updates_plan():
     """Log-probs want longer passes: they drain once."""
-    model, batch = costs(4), Batch(groups_of(64, 6000, 700, 8), 8192)
+    model, batch = costs(4), Workload(groups_of(64, 6000, 700, 8), 8192)
     plans = {kind: model.plan(*batch, "auto", kind == "forward") for kind in ("forward", "update")}
     assert plans["forward"] != plans["update"]
     seconds = [Candidates(model, batch, forward_only=one).seconds(model.flops()) for one in (True, False)]

@@ -18,8 +18,8 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import Plan
 
 
-class Batch(NamedTuple):
-    """A rank's rows in groups, and `budget`, the physical tokens of one pass over them."""
+class Workload(NamedTuple):
+    """What a rank computes of a batch: rows in groups, and `budget`, the physical tokens of one pass over them."""
 
     groups: Sequence[Group]
     budget: int
@@ -53,7 +53,9 @@ class Candidates:
         packed: the plan that cuts such groups.
     """
 
-    def __init__(self, costs: CostModel, batch: Batch, own: Batch | None = None, forward_only: bool = False) -> None:
+    def __init__(
+        self, costs: CostModel, batch: Workload, own: Workload | None = None, forward_only: bool = False
+    ) -> None:
         self.costs = costs
         self._timed = functools.cache(functools.partial(costs.timed_plan, *batch))
         self.mixed = self._timed("auto", forward_only)[0]
@@ -143,6 +145,7 @@ class Chooser:
     Attributes:
         speedup: predicted for the last batch; None: there was none, or the stock path alone computes any of it.
         log_probs: the last decision on log-probs, which updates follow; None: there was none.
+        why_stock: why the last batch takes the stock path, if it does.
     """
 
     costs: CostModel
@@ -152,9 +155,10 @@ class Chooser:
     stock_fits: Callable[[Sequence[PassCost]], bool] = lambda passes: True
     speedup: float | None = field(default=None, init=False)
     log_probs: Decision | None = field(default=None, init=False)
+    why_stock: str = field(default="", init=False)
 
     def choose(
-        self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None, leads: bool = True
+        self, groups: Sequence[Group], budget: int, forward_only: bool, own: Workload | None = None, leads: bool = True
     ) -> Plan | None:
         """This rank's plan; None: the stock path. A model without lm_head gains by sharing alone: a batch in which no
         rank's rows share takes the stock path, and nothing is measured for it.
@@ -165,21 +169,28 @@ class Chooser:
         """
         if not self.costs.min_speedup:
             return self.costs.plan(groups, budget, "auto", forward_only)
-        batch = Batch(groups, budget)
+        batch = Workload(groups, budget)
         paths = Candidates(self.costs, batch, own, forward_only)
         gains = self.costs.shape.head > 0 or any(group.is_shared for group in groups)
         rates = self._known_rates(paths, own or batch, forward_only, gains)
         lacks_room = float(not (paths.stock_runs and self.stock_fits(paths.stock)))
         *seconds, any_gains, lacks_room = self.reduce_max([*paths.seconds(rates), float(gains), lacks_room])
         least = self.costs.min_speedup if any_gains else math.inf
-        decision = decide(seconds, least, None if forward_only else self.log_probs, not lacks_room)
+        followed = None if forward_only else self.log_probs
+        decision = decide(seconds, least, followed, not lacks_room)
+        if followed is not None:
+            self.why_stock = "the update follows its log-probs, which took it, since both must round alike"
+        elif any_gains:
+            self.why_stock = f"prefix.min_speedup={self.costs.min_speedup} is more than sharing is predicted to gain"
+        else:
+            self.why_stock = "no rows of this batch share a prompt, and a model without lm_head gains by that alone"
         if forward_only and leads:
             self.log_probs = decision
         stock, *shared = seconds
         self.speedup = None if stock and not min(shared) else decision.speedup  # None: dead rows alone, which stock has
         return paths.taken(decision)
 
-    def _known_rates(self, paths: Candidates, own: Batch, forward_only: bool, gains: bool) -> dict[str, Rates]:
+    def _known_rates(self, paths: Candidates, own: Workload, forward_only: bool, gains: bool) -> dict[str, Rates]:
         """Rates for this batch. They are measured now if the choice depends on them and they are not known. FLOPs stand
         in for them while none were measured and none are needed."""
         kind = "forward" if forward_only else "update"

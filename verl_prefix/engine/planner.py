@@ -10,7 +10,7 @@ import torch
 from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure
-from verl_prefix.auto.chooser import Batch, Chooser
+from verl_prefix.auto.chooser import Chooser, Workload
 from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.config.actor import tokens_key
@@ -99,7 +99,8 @@ class Planner:
             )  # fmt: skip
 
         known: dict[str, Rates] = {}
-        # Of any rank: a measurement has collectives, and nodes may differ in the variable that asks for determinism.
+        # If any rank must be deterministic, all are, since measuring runs collectives. Nodes may differ in the
+        # environment variable that asks for it.
         (deterministic,) = backend.ranks.max_over_ranks([backend.deterministic or is_deterministic()])
         if deterministic or backend.ranks.stages > 1:
             # No clock, which would choose differently from run to run, or would measure how long a pipeline fills.
@@ -139,26 +140,23 @@ class Planner:
         """
         groups, idle = leave_out(groups, dead) if dead else (groups, [])
         # A budget follows from the batch's flags and the lengths of groups, which may be of rows from other ranks.
-        shared, alone = (Batch(some, batch.budget(some)) for some in (groups, batch.alone))
+        shared, stock = (Workload(some, batch.budget(some)) for some in (groups, batch.single_rows))
         if not (self._stock_facts.wrong_when_sharded or self._stock_facts.separates_rows):
-            self._tell_long_rows(batch, alone.budget, forward_only)
+            self._tell_long_rows(batch, stock.budget, forward_only)
         if groups:  # else no row of this rank says how long a pass is
             self._tell_waves(shared.budget)
         if self._chooser is None:
             plan: Plan | None = self._costs.plan(*shared, self._options.schedule, forward_only)
         else:
-            plan = self._chooser.choose(*shared, forward_only, alone, leads=not computes_ref)
-        metrics = self._bubble(plan or self._costs.stock_passes(*alone), forward_only)
+            plan = self._chooser.choose(*shared, forward_only, stock, leads=not computes_ref)
+        metrics = self._bubble(plan or self._costs.stock_passes(*stock), forward_only)
         if self._chooser and self._chooser.speedup:
             metrics["prefix/predicted_speedup"] = self._chooser.speedup
         if plan is not None:
             plan = replace(plan, idle_groups=(*plan.idle_groups, *idle))
             return SharedPath(plan, self._costs.memory, metrics=metrics)
-        if not forward_only and self._chooser and self._chooser.log_probs is not None:
-            reason = "the update follows its log-probs, which took it, since both must round alike"
-        else:
-            reason = f"prefix.min_speedup={self._options.min_speedup} is more than sharing is predicted to gain"
-        return WhyStock(reason, metrics)
+        assert self._chooser is not None  # no other schedule than auto takes the stock path
+        return WhyStock(self._chooser.why_stock, metrics)
 
     def choose_memory(self, path: SharedPath, rows: BatchRows, forward_only: bool) -> SharedPath:
         """Returns the path with what its passes keep: in an update what every rank's device has room for. Every rank
@@ -193,8 +191,8 @@ class Planner:
         if any(a + b > budget for a, b in zip(batch.prompt_lens, batch.response_lens, strict=True)):
             warn_once(
                 logger,
-                "prefix: a row alone is over the %d tokens of a pass (%s, of all ranks that share it), where verl's "
-                "engine would end; raise it",
+                "prefix: a row alone is over the %d tokens of a pass (of all ranks that share it), where verl's own "
+                "path would stop; raise %s",
                 budget,
                 tokens_key(self._role, forward_only),
             )
@@ -202,13 +200,15 @@ class Planner:
     def _tell_waves(self, budget: int) -> None:
         """Says once where a plan does not heed `prefix.wave_tokens`."""
         waves, offload = self._options.wave_tokens, self._options.offload
-        if waves is not None and not leaves_room(waves, budget, offload):
-            warn_once(
-                logger,
-                "prefix: prefix.wave_tokens=%d %s the %d tokens of a pass, and is not heeded in such; set a smaller "
-                "number, or null",
-                waves,
-                "is over" if offload else "leaves nothing for prefixes of",
-                budget,
-                key=self._role,
+        if waves is None or leaves_room(waves, budget, offload):
+            return
+        text = (
+            "prefix: prefix.wave_tokens=%d leaves nothing for prefixes of the %d tokens of a pass, and is not heeded "
+            "in such; set a smaller number, or null"
+        )
+        if offload:
+            text = (
+                "prefix: prefix.wave_tokens=%d is over the %d tokens of a pass, and is not heeded in such; set a "
+                "smaller number, or null"
             )
+        warn_once(logger, text, waves, budget, key=self._role)

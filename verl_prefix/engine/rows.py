@@ -192,7 +192,7 @@ class BatchRows:
         return len(self) - len(self.padding)
 
     @functools.cached_property
-    def alone(self) -> list[Group]:
+    def single_rows(self) -> list[Group]:
         """Each row as a group of its own."""
         lens = zip(self.prompt_lens, self.response_lens, strict=True)
         return [Group.of_prompt((number,), prompt_len - 1, (n,)) for number, (prompt_len, n) in enumerate(lens)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
-from verl_prefix.auto.chooser import Batch, Candidates, Decision, decide
+from verl_prefix.auto.chooser import Candidates, Decision, Workload, decide
 from verl_prefix.auto.cost import PassCost, peak_bytes
 from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.auto.placement import place_rows, row_cost
@@ -30,7 +30,7 @@ SEED = 0
 NUM_STEPS, NUM_ROWS = 4, 4000  # training steps that are priced, fewer where they have as many rows
 PATHS = ("auto", "packed", "phased")
 PASSES = ("update", "old", "ref")
-Batches = list[tuple[Batch, Batch]]  # of each rank: what it computes, and what verl's own path would
+Batches = list[tuple[Workload, Workload]]  # of each rank: what it computes, and what verl's own path would
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Step:
     def batches(self, groups: list[tuple[list[Group], ...]], name: str) -> Batches:
         """Arguments of `Predictor.add`, of what `groups` returned."""
         budget = self.size.micro_batches[name].budget
-        return [(Batch(ours, budget(ours)), Batch(own, budget(own))) for ours, own in groups]
+        return [(Workload(ours, budget(ours)), Workload(own, budget(own))) for ours, own in groups]
 
     def computed(
         self, ranks: list[list[int]], exchange: bool, dead: Set[int | None] = frozenset()
