@@ -596,39 +596,46 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
     from verl_prefix.engine.rows import BatchRows
     from verl_prefix.engine.step_metrics import StepMetrics
 
-    def said(*batches: tuple[int, ...]) -> list[str]:
+    def said(*batches: tuple[int, ...], epochs: int = 1, **options: str) -> list[str]:
         """Of log-probs and then updates, two of them a step: tokens of groups, rows of 101 tokens, and groups, where
         not three. One prompt of three lies in both."""
         caplog.clear()
-        ranks = SimpleNamespace(sum_over_ranks=list, max_over_ranks=list, copies=1, stages=1)
-        metrics = StepMetrics(SimpleNamespace(ranks=ranks, trains=False), PrefixConfig(), epochs=1)
+        ranks = SimpleNamespace(sum_over_ranks=list, max_over_ranks=list, copies=1, stages=1, data_size=2)
+        metrics = StepMetrics(SimpleNamespace(ranks=ranks, trains=False), PrefixConfig(**options), epochs)
         for i, (tokens, rows, *groups) in enumerate(batches):
             ids = torch.nested.as_nested_tensor([torch.full([101], i)] * rows, layout=torch.jagged)
-            data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})
+            place = i % (1 + 2 * epochs)
+            data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": place == 2 * epochs})
             batch = BatchRows(data, keys=range(rows))
-            exchange = Exchange(batch, [], TreeRule(), set(("ab", "bc")[i % 3 - 1]), {})
-            assert metrics.count_rows(exchange, forward_only=i % 3 == 0) == {"prefix/split_uids": 0}
+            exchange = Exchange(batch, [], TreeRule(), set(("bc", "ab")[place % 2]), {})
+            assert metrics.count_rows(exchange, forward_only=place == 0) == {"prefix/split_uids": 0}
             own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": sum(groups or [3])}
-            found = metrics.report(own, batch, forward_only=i % 3 == 0)
+            found = metrics.report(own, batch, forward_only=place == 0)
             assert not any("tokens of" in name for name in found)
-            assert found.get("prefix/split_groups") == ([1] if i % 3 == 2 else None)
+            assert found.get("prefix/split_groups") == ([1] if place == 2 * epochs else None)
         return [record.getMessage() for record in caplog.records]
 
     with mock.patch("torch.distributed.get_rank", lambda: 0):
         (told,) = said((1000, 16), (600, 8), (650, 8), (1000, 16), (900, 8), (900, 8))
         assert "which computes them: 1, 250" in told and "trainer_mode=prefix_sync" in told
-        assert "250 tokens more than 1000 at this step (+25%)" in told
+        assert "250 tokens more than 1000 in an epoch of this step (+25%)" in told
         assert "actor_rollout_ref.actor.prefix.mini_batches=prompts" in told
         assert not said((1000, 16), (505, 8), (505, 8)), "next to nothing"
         alone = [(1000, 16), (0, 8, 0), (0, 8, 0)]
         assert not said(*alone), "verl's own path"
         (told,) = said(*alone, (1000, 16), (600, 8), (650, 8))
         assert "(+25%)" in told, "of the first step that shares"
+        assert not said((1000, 16), *[(505, 8)] * 4, epochs=2), "next to nothing in either epoch"
+        (told,) = said((1000, 16), *[(600, 8), (650, 8)] * 2, epochs=2)
+        assert "250 tokens more than 1000 in an epoch of this step (+25%)" in told
+        (told,) = said((1000, 16), (600, 8), (650, 8), exchange="off")
+        assert "which computes them: at least 1, 250" in told
         # Other rows than those before; log-probs on verl's own path, or none, as in bypass mode; a custom loss, which
         # keeps rows on ranks that they left for log-probs.
         for batches in ([(1000, 16), (600, 8), (600, 9)], [(0, 16), (600, 8), (600, 8)], [(1000, 16), (0, 8), (0, 8)]):
             (told,) = said(*batches)
-            assert "which computes them: 1. Set" in told
+            least = "" if batches[1][0] else "at least "
+            assert f"which computes them: {least}1. Set" in told
 
 
 UPDATE = """

@@ -197,7 +197,7 @@ def test_tokens_of_turns_are_shown_and_trees_must_save_some(
     def said(off: int, uid: int) -> str:
         caplog.clear()
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-        SharingAdvice(backend, PrefixConfig())._tell_of_trees(9000, off, uid, 1900)
+        SharingAdvice(backend, PrefixConfig(), epochs=1)._tell_of_trees(9000, off, uid, 1900)
         return caplog.text
 
     status, text, report = run(turns=4, log=said(6000, 2000))

@@ -23,10 +23,13 @@ class SharingAdvice:
     first batch on prefix.trees.
 
     Its methods take `totals`: counts of all ranks, by the names of `metric_table`.
+
+    Args:
+        epochs: how often a step goes through its rows. Log-probs go through them once.
     """
 
-    def __init__(self, backend: Backend, options: PrefixConfig) -> None:
-        self._ranks, self._options = backend.ranks, options
+    def __init__(self, backend: Backend, options: PrefixConfig, epochs: int) -> None:
+        self._ranks, self._options, self._epochs = backend.ranks, options, epochs
         self._counts_trees = backend.trains  # until the first batch was counted
         self._log_prob_totals: Mapping[str, float] = {}  # of the last log-probs
         self._is_first_step = True
@@ -57,20 +60,24 @@ class SharingAdvice:
         if forward_only or not self._is_first_step or not totals["prefix/groups"]:  # verl's path computes every row
             return
         log_probs, self._is_first_step = self._log_prob_totals, False
-        tokens, again, cost = log_probs.get(GROUP_TOKENS, 0.0), totals[GROUP_TOKENS], ""
-        if tokens and again and totals[ROW_TOKENS] == log_probs[ROW_TOKENS]:
-            more = again - tokens
+        row_tokens, tokens_of_epoch = totals[ROW_TOKENS] / self._epochs, totals[GROUP_TOKENS] / self._epochs
+        tokens, cost = log_probs.get(GROUP_TOKENS, 0.0), ""
+        if tokens and tokens_of_epoch and row_tokens == log_probs[ROW_TOKENS]:
+            more = tokens_of_epoch - tokens
             if more <= _WORTH_TELLING * tokens:
                 return
-            cost = f", {more:.0f} tokens more than {tokens:.0f} at this step (+{100 * more / tokens:.0f}%)"
+            cost = f", {more:.0f} tokens more than {tokens:.0f} in an epoch of this step (+{100 * more / tokens:.0f}%)"
+        # Where rows do not travel, as under a custom loss, which counts no group tokens, a rank counts its own prompts.
+        is_of_one_rank = self._ranks.data_size > 1 and (self._options.exchange == "off" or not tokens_of_epoch)
+        least = "at least " if is_of_one_rank else ""
         if totals[SPLIT_PROMPTS] and torch.distributed.get_rank() == 0:
             logger.warning(
-                "prefix: prompts with rows in several mini-batches, each of which computes them: %d%s. Set trainer.v1."
-                "trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async) and, where an agent loop "
-                "returns a row per turn, also actor_rollout_ref.actor.prefix.mini_batches=prompts. Under trainer."
+                "prefix: prompts with rows in several mini-batches, each of which computes them: %s%d%s. Set trainer."
+                "v1.trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async) and, where an agent "
+                "loop returns a row per turn, also actor_rollout_ref.actor.prefix.mini_batches=prompts. Under trainer."
                 "use_v1=false and verl.experimental leave actor_rollout_ref.actor.use_prefix_grouper and trainer."
                 "balance_batch at their defaults, and make ppo_mini_batch_size a multiple of the ranks",
-                int(totals[SPLIT_PROMPTS]), cost,
+                least, int(totals[SPLIT_PROMPTS]), cost,
             )  # fmt: skip
 
     def _tell_of_trees(self, stock: float, off: float, uid: float, batch: float) -> None:

@@ -23,7 +23,7 @@ class StepMetrics:
     def __init__(self, backend: Backend, options: PrefixConfig, epochs: int) -> None:
         self._ranks, self._epochs = backend.ranks, epochs
         self._keeps_uids = options.mini_batches == "rows"  # "prompts" splits prompts on purpose
-        self._advice = SharingAdvice(backend, options)
+        self._advice = SharingAdvice(backend, options, epochs)
         self._log_prob_stock_rows = 0.0
         self._start_step()
 
