@@ -40,31 +40,56 @@ _LARGEST, _UNREPORTED = Reduction(Over.SUM, Over.MAX), Reduction(Over.SUM, Over.
 
 # Tokens that verl's path computes, without padding; tokens that ours would compute if every group were one pass.
 ROW_TOKENS, GROUP_TOKENS = "tokens of rows", "tokens of groups"
-# Prompts with rows in several mini-batches.
+# Prompts with rows in several mini-batches of an epoch.
 SPLIT_PROMPTS = "split prompts"
 # Of the first batch, what each value of prefix.trees computes: see `grouping.tokens_by_trees`.
 TREE_TOKENS = {name: f"tokens of trees: {name}" for name in ("stock", "off", "uid", "batch")}
 
 
-def _all(prefix: str, names: str, reduction: Reduction) -> dict[str, Reduction]:
-    return {prefix + name: reduction for name in names.split()}
-
-
 METRICS = {
     # Every rank counts what is its own.
-    **_all("prefix/", "groups stock_rows log_prob_stock_rows split_uids zero_advantage_rows tokens_saved", COUNT),
-    **_all("prefix/", "exchanged_rows exchanged_mib packed_passes waves recomputed_tokens", COUNT),
+    "prefix/tokens_saved": COUNT,
+    "prefix/groups": COUNT,
+    "prefix/stock_rows": COUNT,
+    "prefix/log_prob_stock_rows": COUNT,
+    "prefix/exchanged_rows": COUNT,
+    "prefix/exchanged_mib": COUNT,
+    "prefix/split_uids": COUNT,
+    "prefix/zero_advantage_rows": COUNT,
+    "prefix/packed_passes": COUNT,
+    "prefix/waves": COUNT,
+    "prefix/recomputed_tokens": COUNT,
     "prefix/nonfinite_passes": COUNT._replace(by_last_stage=True),
-    # Every rank knows the count of all ranks.
-    **_all("prefix/", "split_groups cost_split_groups", _LARGEST),
-    # Ranks wait for the slowest, as in verl's own seconds.
-    **_all("timing_s/prefix_", "exchange packed phase_a phase_b phase_c verify", _LARGEST),
-    "prefix/phase_b_peak_gib": Reduction(Over.MAX, Over.MAX),
-    **_all("prefix/", "tree_depth pass_depth placement_imbalance predicted_speedup predicted_bubble", EACH),
-    **_all("prefix/", "attention_kept offloaded_gib moe/max_vio/* moe/avg_vio/*", EACH),
-    **_all("prefix/verify_", "log_probs values attention recurrence gradients", EACH),
-    **dict.fromkeys((ROW_TOKENS, GROUP_TOKENS, *TREE_TOKENS.values()), _UNREPORTED),
+    # Every rank knows the count of all ranks. Where rows do not travel, a rank knows `split_groups` and `SPLIT_PROMPTS`
+    # of its own rows alone: the most that any rank counts is reported.
+    "prefix/cost_split_groups": _LARGEST,
+    "prefix/split_groups": _LARGEST,
     SPLIT_PROMPTS: _LARGEST._replace(is_reported=False),
+    # Ranks wait for the slowest, as in verl's own seconds.
+    "timing_s/prefix_exchange": _LARGEST,
+    "timing_s/prefix_packed": _LARGEST,
+    "timing_s/prefix_phase_a": _LARGEST,
+    "timing_s/prefix_phase_b": _LARGEST,
+    "timing_s/prefix_phase_c": _LARGEST,
+    "timing_s/prefix_verify": _LARGEST,
+    "prefix/phase_b_peak_gib": Reduction(Over.MAX, Over.MAX),
+    # verl takes the mean, or the maximum.
+    "prefix/placement_imbalance": EACH,
+    "prefix/tree_depth": EACH,
+    "prefix/pass_depth": EACH,
+    "prefix/predicted_speedup": EACH,
+    "prefix/predicted_bubble": EACH,
+    "prefix/verify_log_probs": EACH,
+    "prefix/verify_values": EACH,
+    "prefix/verify_attention": EACH,
+    "prefix/verify_gradients": EACH,
+    "prefix/verify_recurrence": EACH,
+    "prefix/moe/max_vio/*": EACH,
+    "prefix/moe/avg_vio/*": EACH,
+    "prefix/attention_kept": EACH,
+    "prefix/offloaded_gib": EACH,
+    # The log and `REUSE` are made of these.
+    **dict.fromkeys((ROW_TOKENS, GROUP_TOKENS, *TREE_TOKENS.values()), _UNREPORTED),
 }
 # And, of the step's sums: tokens_saved / ROW_TOKENS.
 REUSE = "prefix/reuse_fraction"
