@@ -5,6 +5,7 @@ Tiny Qwen3, 1 and 2 gloo ranks, fp32. Those with pixels are in test_vision_engin
 
 import itertools
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,6 +20,11 @@ from whole_tensors import full
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.actor import LOSSES_OF_ROWS
 from verl_prefix.core.groups import Group
+from verl_prefix.core.meter import Meter
+from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave
+from verl_prefix.engine.loss import Loss
+from verl_prefix.engine.pass_metrics import plan_metrics
+from verl_prefix.engine.rows import BatchRows
 from verl_prefix.testing import write_tiny_model
 
 # What follows runs on ranks, which are given the model's path first.
@@ -253,6 +259,17 @@ def _by_number(path: str) -> dict[str, float]:
 def test_a_step_may_be_cut_by_the_number_of_its_mini_batches(ranks, path):
     (errors,) = ranks(1, path)(_by_number)
     assert max(errors.values()) <= TOLERANCE, errors
+
+
+def test_passes_without_groups_of_this_rank_are_not_counted():
+    """Dummies run where other ranks have more passes; metrics are sums over ranks."""
+    ids = torch.nested.as_nested_tensor([torch.arange(7)] * 2, layout=torch.jagged)
+    rows, group = BatchRows(tu.get_tensordict({"input_ids": ids})), Group.of_prompt((0, 1), 4, (2, 2))
+    runner = SimpleNamespace(meter=Meter(), forward=SimpleNamespace(keep_attention=False))
+    phased = PhasedPass((group,), waves=(Wave((group,)), Wave(), Wave()))
+    for passes, counts in (((phased, PhasedPass()), (0, 1)), ((PackedPass((group,)), PackedPass()), (1, 0))):
+        metrics = plan_metrics(rows, [group], Plan(passes), runner, Loss(None))
+        assert (metrics["prefix/packed_passes"], metrics["prefix/waves"]) == counts
 
 
 @pytest.mark.parametrize(

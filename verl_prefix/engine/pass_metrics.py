@@ -1,5 +1,6 @@
 """Metrics of a plan whose passes ran."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from verl_prefix.core.groups import Group
@@ -20,6 +21,7 @@ def plan_metrics(
     computed = sum(one.tokens_of(group) for one in plan.all_passes for group in rows.without_padding(one.groups))
     num_logical = sum(group.num_logical_tokens for group in groups)
     peak = runner.meter.phase_b_peak
+    phases = Counter(planned.phase for planned in plan.all_passes if planned.groups)  # dummies have none
     # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are not
     # comparable.
     group_tokens = {GROUP_TOKENS: sum(group.num_physical_tokens for group in groups)} if loss.is_known else {}
@@ -35,8 +37,8 @@ def plan_metrics(
         "prefix/tokens_saved": num_logical - computed,
         "prefix/pass_depth": plan.depth,
         "prefix/recomputed_tokens": plan.recomputed_tokens,
-        "prefix/packed_passes": plan.num_losses - len(plan.waves),
-        "prefix/waves": len(plan.waves),
+        "prefix/packed_passes": phases["packed"],
+        "prefix/waves": phases["wave"],
         "prefix/offloaded_gib": runner.meter.transfers["host_bytes"] / 2**30,
         **{f"timing_s/prefix_{_SECONDS.get(phase, phase)}": taken for phase, taken in runner.meter.seconds.items()},
     }
