@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 
 import torch
 from verl.utils.device import get_device_name
@@ -75,16 +74,21 @@ class Headroom:
             logits_once: `Backend.reads_logits_once`.
         """
         shape, least, ranks = self._costs.shape, self._costs.memory, self._backend.ranks
-        attention = may_keep_attention(shape, least.checkpointed, option)
-        all_logits = may_have_all_logits(shape, least.logits_chunk, logits_once)
-        may = set(product({attention, False}, {all_logits, False})) if ranks.stages == 1 else set[tuple[bool, bool]]()
+        may_keep = may_keep_attention(shape, least.checkpointed, option)
+        may_have = may_have_all_logits(shape, least.logits_chunk, logits_once)
         room = self._room or 0.0
         if self._is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
             room -= max(0, now - self._allocated_after_last)
-        choices = [replace(least, attention_kept=kept, all_logits=logits) for kept, logits in _KEPT]
-        adds = [peak_bytes(shape, plan, (), memory) for memory in choices]
-        lacks = [not (kept in may and ROOM_FACTOR * added <= room) for kept, added in zip(_KEPT, adds, strict=True)]
-        chosen = ranks.max_over_ranks([*lacks[:-1], False]).index(False)  # to keep nothing takes no room
+        choices, adds, lacks_room = list[Memory](), list[float](), list[bool]()
+        for attention, all_logits in _KEPT:
+            memory = replace(least, attention_kept=attention, all_logits=all_logits)
+            added = peak_bytes(shape, plan, (), memory)
+            allowed = ranks.stages == 1 and attention <= may_keep and all_logits <= may_have
+            choices.append(memory)
+            adds.append(added)
+            lacks_room.append(not (allowed and ROOM_FACTOR * added <= room))
+        lacks_room[-1] = False  # to keep nothing takes no room
+        chosen = ranks.max_over_ranks(lacks_room).index(False)
         self._added_now = adds[chosen]
         return choices[chosen]
