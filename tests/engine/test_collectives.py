@@ -26,7 +26,7 @@ OURS = [PACKAGE / "engine", PACKAGE / "backends"]
 CALLED = ("all_reduce", "all_gather", "all_to_all_single", "all_gather_object")
 # Functions whose collectives these batches do not meet, and the test that does.
 ELSEWHERE = {
-    "FSDPStockPath._alone": "engine/test_sequence_parallel.py",
+    "FSDPStockPath._without_ulysses": "engine/test_sequence_parallel.py",
     "FSDPStockPath._separate_rows": "engine/test_recurrent_engine.py",
     "MegatronBackend.gradients": "backends/test_megatron.py",
     "Planner._new_chooser": "engine/test_faults.py",

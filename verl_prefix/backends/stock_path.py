@@ -133,26 +133,34 @@ class FSDPStockPath:
             tu.assign_non_tensor(data, use_fused_kernels=False)
         packs = tu.get_non_tensor_data(data, "use_remove_padding", True)
         if packs and module.config.model_type in UNPATCHED:
-            text = "prefix: stock path, rows padded: flash attention in transformers would take positions of "
-            warn_once(logger, text + "three axes for those of packed rows")
+            warn_once(
+                logger,
+                "prefix: stock path, rows padded: flash attention in transformers would take positions of three axes "
+                "for those of packed rows",
+            )
             tu.assign_non_tensor(data, use_remove_padding=False)
         elif packs and self._leak:
-            text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
-            warn_once(logger, text, self._leak)
+            warn_once(
+                logger,
+                "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other",
+                self._leak,
+            )
             self._separate_rows(data)
         with (
-            towers_of_tensors(module), self._alone(data) if self.facts.wrong_when_sharded else nullcontext(),
+            towers_of_tensors(module), self._without_ulysses(data) if self.facts.wrong_when_sharded else nullcontext(),
             nullcontext() if self._replay is None else replaying(self._engine, self._replay),
         ):  # fmt: skip
             return self._engine.verls_forward_backward(data, loss_function, forward_only)
 
     @contextmanager
-    def _alone(self, data: TensorDict) -> Iterator[None]:
+    def _without_ulysses(self, data: TensorDict) -> Iterator[None]:
         """Context in which verl's engine computes without sequence parallelism.
 
-        The ranks of a slice group have the same rows, and so the same gradients, of which FSDP takes the mean. The
-        budget of a pass is what one rank may have, or the longest rows that stay together on any rank, if that is more.
-        It is divided by `sp_size`, since verl multiplies `max_token_len_per_gpu` by it.
+        The ranks of a slice group have the same rows, and each computes their whole loss. So all have the same
+        gradients, and FSDP's mean of them is right.
+
+        The budget of a pass is what one rank may have, or the longest rows that stay together on any rank, if that is
+        more. It is divided by `sp_size`, since verl multiplies `max_token_len_per_gpu` by it.
         """
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
             group_size = tu.get_non_tensor_data(data, "force_group_size", 1)
@@ -160,8 +168,11 @@ class FSDPStockPath:
             (longest,) = self._ranks.max_over_ranks([max(int(lens.sum()) for lens in kept_together)])
             budget = max(int(data["max_token_len_per_gpu"]), int(longest))
             tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self._ranks.slices))
-        text = "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism"
-        warn_once(logger, text, self.facts.wrong_when_sharded)
+        warn_once(
+            logger,
+            "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism",
+            self.facts.wrong_when_sharded,
+        )
         with replaced(self._engine, "use_ulysses_sp", False), without_ulysses():
             yield
 
