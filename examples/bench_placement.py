@@ -23,8 +23,8 @@ import verl  # noqa: F401
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.trees import mix
-from verl_prefix.engine.row_table import RowTable
-from verl_prefix.engine.session_pieces import LAST_CUTS
+from verl_prefix.engine.travel.row_table import RowTable
+from verl_prefix.engine.travel.session_pieces import LAST_CUTS
 from verl_prefix.tools.arguments import Parser, file_to_write
 from verl_prefix.tools.plan.predict import Sizes, Step
 from verl_prefix.tools.report import provenance, table
@@ -131,7 +131,7 @@ SESSIONS = 8
 
 
 class Turns(NamedTuple):
-    """Rows of sessions, session by session, and their pieces, as `engine.session_pieces.describe_pieces` has them.
+    """Rows of sessions, session by session, and their pieces, as `session_pieces.describe_pieces` has them.
 
     Of rows [rows]: uid, session, turn, prompt and length. Of pieces [pieces]: row, digest, tokens and cost.
     """

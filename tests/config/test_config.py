@@ -23,7 +23,7 @@ from verl_prefix.config.engines import slices_of
 from verl_prefix.config.fsdp import PrefixActorConfig, PrefixEngineConfig
 from verl_prefix.config.model import read_hf_config
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.engine.metric_table import METRICS, REUSE, reduction_of
+from verl_prefix.engine.metrics.metric_table import METRICS, REUSE, reduction_of
 from verl_prefix.models.support import check_supported
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.versions import VERL_MAIN, installed_version

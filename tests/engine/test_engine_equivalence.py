@@ -45,7 +45,7 @@ from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.runner import PlanRunner
-from verl_prefix.engine.layer_probe import Figure, LayerProbe
+from verl_prefix.engine.checks.layer_probe import Figure, LayerProbe
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.testing import write_tiny_model
 
@@ -389,7 +389,8 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     from verl.workers.config import TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    from verl_prefix.engine import metric_table, prefix_engine
+    from verl_prefix.engine import prefix_engine
+    from verl_prefix.engine.metrics import metric_table
     from verl_prefix.engine.planner import WhyStock
 
     torch.manual_seed(0)
@@ -617,7 +618,7 @@ def _named(models: dict, uid: str) -> dict[str, float]:
 def _told_of_trees(models: dict, kind: str, over: str = "uid") -> tuple[list[str], float]:
     """What two passes of log-probs and an update say, and the tokens that the update computes: of rows of turns, or of
     five prompts which begin with the same message, or not."""
-    from verl_prefix.engine import sharing_advice
+    from verl_prefix.engine.metrics import sharing_advice
 
     groups = {"groups": [(uid, 60, [4, 6], kind) for uid in "abcde"]}
     options = {"turns": True} if kind == "turns" else groups | {"turns": False}

@@ -229,7 +229,7 @@ def _torn(engine, rank: int, world: int) -> tuple[dict[str, float], list[str]]:
 
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("verl_prefix.engine.sharing_advice")
+    logger = logging.getLogger("verl_prefix.engine.metrics.sharing_advice")
     logger.addHandler(handler)
     data = scattered(rank, world, engine.model_config.hf_config.vocab_size, CASES["turns"])
     uids = [uid if uid in ("a", "b", "c", "d") else PAD for uid in tu.get(data, "uid")]
@@ -265,7 +265,7 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
     stock, results, truth, warned = _engine("fsdp2", path, {}), {}, {}, []
     handler = logging.Handler()
     handler.emit = warned.append
-    logging.getLogger("verl_prefix.engine.exchange").addHandler(handler)
+    logging.getLogger("verl_prefix.engine.travel.exchange").addHandler(handler)
     for case, options in CASES.items():
         if world == 2 or case in FEW:
             # An empty rank is what stock cannot do.

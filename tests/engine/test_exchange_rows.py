@@ -205,9 +205,9 @@ def opened(data, trees, option: str = "auto"):
     """The exchange of this rank's batch with all ranks."""
     import torch.distributed as dist
 
-    from verl_prefix.engine.exchange import open_exchange
     from verl_prefix.engine.loss import Loss
     from verl_prefix.engine.rows import BatchRows
+    from verl_prefix.engine.travel.exchange import open_exchange
 
     ranks = SimpleNamespace(data=dist.group.WORLD, data_rank=dist.get_rank(), data_size=dist.get_world_size())
     return open_exchange(SimpleNamespace(ranks=ranks, shape=SHAPE), option, BatchRows(data), trees, Loss(None), False)
@@ -247,11 +247,12 @@ def _problems(batch: dict, seed: int) -> list[str]:
     ]
     counting.append(
         mock.patch(
-            "verl_prefix.engine.carried_pixels._fetch", lambda keys: fetched.extend(keys) or [carriers[k] for k in keys]
+            "verl_prefix.engine.travel.carried_pixels._fetch",
+            lambda keys: fetched.extend(keys) or [carriers[k] for k in keys],
         )
     )
     if "homes" in batch:
-        counting.append(mock.patch("verl_prefix.engine.row_table.place_rows", _goes_to(batch)))
+        counting.append(mock.patch("verl_prefix.engine.travel.row_table.place_rows", _goes_to(batch)))
     for one in counting:
         one.start()
     # Of a batch before, whose rows stayed, one rank may have seen turns alone.
@@ -332,7 +333,7 @@ class _Break:
     """Breaks one rank's exchange in one of the ways of `BROKEN`."""
 
     def __init__(self, how: str, rank: int) -> None:
-        from verl_prefix.engine import exchange, moves, row_bytes, row_table
+        from verl_prefix.engine.travel import exchange, moves, row_bytes, row_table
 
         self.patches = []
         real_pack, real_place = row_bytes.RowCodec.pack, row_table.place_rows
@@ -408,9 +409,9 @@ class _Uid:
 def _broken(how: str, rank: int) -> str:
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.engine import exchange as room
     from verl_prefix.engine.grouping import TreeRule
     from verl_prefix.engine.together import together
+    from verl_prefix.engine.travel import exchange as room
 
     data = batch_of([r for r, at in zip(rows_of(TORN, 0), TORN["ranks"], strict=True) if at == rank])
     if how == "a uid that cannot travel" and rank == 3:
@@ -452,7 +453,7 @@ def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
     torch.save(results, f"{out}.{rank}")
     # Last, since the others cannot go on: a rank that dies while rows travel.
     if rank == 1:
-        with mock.patch("verl_prefix.engine.row_bytes.RowCodec.pack", lambda *_: os._exit(0)):
+        with mock.patch("verl_prefix.engine.travel.row_bytes.RowCodec.pack", lambda *_: os._exit(0)):
             _broken("", rank)
     results["a rank dies"] = _broken("", rank)
     torch.save(results, f"{out}.{rank}")
@@ -474,7 +475,7 @@ def results(request, tmp_path_factory, spawn):
 
 def test_the_example_of_the_readme():
     """The table in verl_prefix/engine/README.md."""
-    from verl_prefix.engine.moves import Moves
+    from verl_prefix.engine.travel.moves import Moves
 
     table = SimpleNamespace(keys=[*"abab"], ranks=[0, 0, 1, 1], starts=[0, 2, 4], has_pixels=[False] * 4)
     ranks = [SimpleNamespace(data_rank=rank, data_size=2) for rank in range(2)]
@@ -484,7 +485,7 @@ def test_the_example_of_the_readme():
 
 
 def test_the_example_of_session_pieces():
-    from verl_prefix.engine.session_pieces import costs_of_sessions
+    from verl_prefix.engine.travel.session_pieces import costs_of_sessions
 
     pieces = [
         (0, {"S": 9, "SQ": 5, "SQC": 3, "logits of SQC": 0.3}),
@@ -512,10 +513,10 @@ def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how
 
 
 def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others():
-    from verl_prefix.engine.exchange import open_exchange
     from verl_prefix.engine.grouping import TreeRule, group_rows
     from verl_prefix.engine.loss import Loss
     from verl_prefix.engine.rows import BatchRows
+    from verl_prefix.engine.travel.exchange import open_exchange
 
     rows = rows_of({"groups": [(5, [3] * 5, "copies")], "mrope": True}, 0)
     rows[1]["uid"] = "another"
@@ -527,7 +528,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     assert [(group.rows, group.num_own_strand_tokens, group.suffix_lens) for group in groups] == [
         ((0, 4), 4, (3, 3)), ((1,), 4, (3,)), ((2,), 4, (3,)), ((3,), 4, (3,))
     ]  # fmt: skip
-    with mock.patch("verl_prefix.engine.exchange.together", lambda *_: contextlib.nullcontext()):
+    with mock.patch("verl_prefix.engine.travel.exchange.together", lambda *_: contextlib.nullcontext()):
         ranks = SimpleNamespace(data_size=1)
         exchange = open_exchange(SimpleNamespace(ranks=ranks), "auto", BatchRows(data), TreeRule(), Loss(None), False)
     assert exchange.groups == groups
@@ -552,9 +553,9 @@ def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
 def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
     """A row's cost is its tokens here, so that what placement expects of the longest rank is what it computes."""
     from verl_prefix.engine.grouping import TreeRule, group_rows
-    from verl_prefix.engine.row_table import RowTable, describe
     from verl_prefix.engine.rows import BatchRows
-    from verl_prefix.engine.session_pieces import describe_pieces
+    from verl_prefix.engine.travel.row_table import RowTable, describe
+    from verl_prefix.engine.travel.session_pieces import describe_pieces
 
     shape, trees = ModelShape(1.0, 0.0, 0.0, (None,), 1.0, 1.0, 1.0, 100), TreeRule("uid", frozenset([END]))
     kept = [f"{uid}{session}" for uid in "ab" for session in range(8)]
@@ -574,9 +575,9 @@ def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
 
 def test_turns_that_show_most_are_alone_on_their_rank():
     from verl_prefix.engine.grouping import TreeRule
-    from verl_prefix.engine.row_table import RowTable, describe
     from verl_prefix.engine.rows import BatchRows
-    from verl_prefix.engine.session_pieces import describe_pieces
+    from verl_prefix.engine.travel.row_table import RowTable, describe
+    from verl_prefix.engine.travel.session_pieces import describe_pieces
 
     groups = [(30, [5] * 4, "text"), (10, [2] * 4, "copies"), (30, [5] * 4, "text")]
     data = BatchRows(batch_of(rows_of({"groups": groups, "mrope": False, "turns": "sessions"}, 0)))
@@ -590,11 +591,11 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.config.options import PrefixConfig
-    from verl_prefix.engine.exchange import Exchange
     from verl_prefix.engine.grouping import TreeRule
-    from verl_prefix.engine.metric_table import GROUP_TOKENS
+    from verl_prefix.engine.metrics.metric_table import GROUP_TOKENS
+    from verl_prefix.engine.metrics.step_metrics import StepMetrics
     from verl_prefix.engine.rows import BatchRows
-    from verl_prefix.engine.step_metrics import StepMetrics
+    from verl_prefix.engine.travel.exchange import Exchange
 
     def said(*batches: tuple[int, ...], epochs: int = 1, **options: str) -> list[str]:
         """Of log-probs and then updates, two of them a step: tokens of groups, rows of 101 tokens, and groups, where
@@ -671,7 +672,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(results):
 
 
 def test_a_number_per_row_is_laid_out_otherwise_than_a_jagged_row_of_numbers():
-    from verl_prefix.engine.row_bytes import RowCodec
+    from verl_prefix.engine.travel.row_bytes import RowCodec
 
     jagged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     layouts = [RowCodec({"x": x}).format for x in (torch.ones(2), torch.ones(2, 1), torch.ones(3), jagged)]
@@ -680,7 +681,7 @@ def test_a_number_per_row_is_laid_out_otherwise_than_a_jagged_row_of_numbers():
 
 def test_rows_of_any_length_leave_no_type_behind():
     """ctypes keeps a type per length of an array for ever: by safetensors.torch, 6 KB for each length of a row."""
-    from verl_prefix.engine.row_bytes import RowCodec
+    from verl_prefix.engine.travel.row_bytes import RowCodec
 
     rows = torch.nested.as_nested_tensor([torch.arange(n) for n in range(1, 300)], layout=torch.jagged)
     batch = RowCodec({"input_ids": rows, "half": rows.to(torch.bfloat16)})
@@ -691,10 +692,10 @@ def test_rows_of_any_length_leave_no_type_behind():
 
 
 def test_rows_have_the_pixels_of_their_own_carrier_in_whatever_order_these_are_fetched(monkeypatch):
-    from verl_prefix.engine.carried_pixels import with_carried_pixels
+    from verl_prefix.engine.travel.carried_pixels import with_carried_pixels
     from verl_prefix.models.vision import CARRIED_BY, CARRIES
 
     fetched = [{CARRIES: key, "pixel_values": torch.tensor([float(i)])} for i, key in enumerate("ab")]
-    monkeypatch.setattr("verl_prefix.engine.carried_pixels._fetch", lambda keys: fetched[::-1])
+    monkeypatch.setattr("verl_prefix.engine.travel.carried_pixels._fetch", lambda keys: fetched[::-1])
     rows = with_carried_pixels([{CARRIED_BY: "b"}, {CARRIED_BY: "a"}, {CARRIED_BY: "b"}])
     assert [row["pixel_values"].item() for row in rows] == [1.0, 0.0, 1.0]

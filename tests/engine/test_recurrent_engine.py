@@ -267,7 +267,7 @@ def _differs(models: dict) -> str:
 
 def _checked_rows(models: dict, size: int, budget: int) -> list[int]:
     """Tokens of the rows that the self-check takes."""
-    from verl_prefix.engine.verify import Verification
+    from verl_prefix.engine.checks.verify import Verification
 
     seen, verdict = [], Verification._verdict
 

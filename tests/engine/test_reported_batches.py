@@ -23,7 +23,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan, Wave
 from verl_prefix.engine.loss import Loss
-from verl_prefix.engine.pass_metrics import plan_metrics
+from verl_prefix.engine.metrics.pass_metrics import plan_metrics
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.testing import write_tiny_model
 

@@ -221,7 +221,7 @@ def _recorded(models: dict, size: int, folder: str) -> list[str]:
 
 
 def _fails_on_the_last_rank(models: dict, size: int, truth: tuple[str, ...]) -> str:
-    from verl_prefix.engine import moves
+    from verl_prefix.engine.travel import moves
 
     last = get_rank() == torch.distributed.get_world_size() - 1
     with mock.patch.object(moves, "describe", None if last else moves.describe):

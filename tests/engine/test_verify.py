@@ -39,13 +39,13 @@ from verl_prefix.core.kernels import cpu
 from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.packed_row import PackedRow, pack_groups
 from verl_prefix.core.plan import Plan
-from verl_prefix.engine import self_check as verify
 from verl_prefix.engine.backend import StockFacts
-from verl_prefix.engine.checked_rows import candidates
-from verl_prefix.engine.layer_probe import MAX_ATTENTION, MAX_RECURRENCE, Figure, LayerProbe
+from verl_prefix.engine.checks import self_check as verify
+from verl_prefix.engine.checks.checked_rows import candidates
+from verl_prefix.engine.checks.layer_probe import MAX_ATTENTION, MAX_RECURRENCE, Figure, LayerProbe
+from verl_prefix.engine.checks.verify import Verification, plan_to_check
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.verify import Verification, plan_to_check
 from verl_prefix.models.gradients import gradients_aside
 from verl_prefix.models.hookup import HookedModel
 

@@ -190,7 +190,7 @@ def test_tokens_of_turns_are_shown_and_trees_must_save_some(
 ) -> None:
     """As the engine says them in the prefix arm's log, on its first rank."""
     from verl_prefix.config.options import PrefixConfig
-    from verl_prefix.engine.sharing_advice import SharingAdvice
+    from verl_prefix.engine.metrics.sharing_advice import SharingAdvice
 
     backend = SimpleNamespace(ranks=SimpleNamespace(copies=1), trains=True)
 

@@ -461,7 +461,8 @@ def depends_on_rates(rank: int) -> dict:
 def _accumulated(model_path: str, rank: int, options: dict, stock: dict) -> tuple[list[str], float]:
     """What ours does besides in the second of two batches without a step between, and the largest relative error of a
     parameter's gradient then, against the stock engine's."""
-    from verl_prefix.engine import planner, verify
+    from verl_prefix.engine import planner
+    from verl_prefix.engine.checks import verify
 
     grads, seen = {}, []
 

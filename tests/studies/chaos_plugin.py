@@ -89,8 +89,8 @@ def install() -> None:
     from verl_prefix.core.prefix_cache import PrefixCache
     from verl_prefix.core.forward import PackedForward
     from verl_prefix.cpu.server import HFServer
-    from verl_prefix.engine import moves
-    from verl_prefix.engine.row_bytes import RowCodec
+    from verl_prefix.engine.travel import moves
+    from verl_prefix.engine.travel.row_bytes import RowCodec
     from verl_prefix.trace.writer import TraceWriter
 
     before(PPOTrainer, "step", write_step)

@@ -47,7 +47,7 @@ ALONE = [f"core/{name}.py" for name in CORE] + [
     "core/forward.py", "core/kernels/cpu.py",
 ]  # fmt: skip
 TOGETHER = [
-    *(f"engine/{name}.py" for name in ("exchange", "moves", "row_table", "session_pieces", "row_bytes")),
+    *(f"engine/travel/{name}.py" for name in ("exchange", "moves", "row_table", "session_pieces", "row_bytes")),
     "auto/placement.py",
 ]
 SECONDS = 300  # that a mutant has; one that hangs is seen

@@ -18,8 +18,8 @@ from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runs import on_device, ranges
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.carried_pixels import PIXELS
 from verl_prefix.engine.rows import RECORDS, BatchRows
+from verl_prefix.engine.travel.carried_pixels import PIXELS
 from verl_prefix.models.vision import PixelBatch, is_vision_config
 
 # What verl's top-k losses make of logits (verl/trainer/distillation), and the fields that they read.

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.core.groups import Group
-from verl_prefix.engine.carried_pixels import PIXELS
+from verl_prefix.engine.travel.carried_pixels import PIXELS
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, pixel_digests
 
 ROUTES = "routed_experts"  # verl's field of the experts that each token went to, in the rollout or in old log-probs

@@ -3,7 +3,7 @@
 verl's agent loop puts a copy of the pixels with every rollout into TransferQueue. Its storage, every actor worker and
 all that lies between then hold G copies (verl/trainer/ppo/v1/agent_loop_tq.py). `prefix_sync` sets
 `actor_rollout_ref.rollout.agent.agent_loop_manager_class` to `SharedPixelsManager` where our engine is the only reader;
-`engine.carried_pixels` gives the rows their pixels back, in the engine, which loads no agent loop.
+`engine.travel.carried_pixels` gives the rows their pixels back, in the engine, which loads no agent loop.
 
     rollout   row a_0_0: {"pixel_values": ..., CARRIES: "a_0_0"}    row a_1_0: {CARRIED_BY: "a_0_0"}
     actor     both rows: {"pixel_values": ...}, one tensor

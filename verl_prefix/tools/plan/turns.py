@@ -19,9 +19,9 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.group_parts import renumbered
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.grouping import TreeRule, group_rows
-from verl_prefix.engine.row_table import RowTable, describe
 from verl_prefix.engine.rows import BatchRows, is_padding
-from verl_prefix.engine.session_pieces import describe_pieces
+from verl_prefix.engine.travel.row_table import RowTable, describe
+from verl_prefix.engine.travel.session_pieces import describe_pieces
 from verl_prefix.testing.rollouts import turn_rollouts
 from verl_prefix.tools.plan.options import Rollout, Turns
 from verl_prefix.tools.plan.predict import NUM_ROWS, SEED, Sizes, Step

@@ -11,11 +11,11 @@ from verl_prefix.auto.placement import Placement
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.engine.backend import Ranks
 from verl_prefix.engine.grouping import TreeRule
-from verl_prefix.engine.row_bytes import RowCodec
-from verl_prefix.engine.row_table import RowTable, describe
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.session_pieces import describe_pieces
 from verl_prefix.engine.together import RankError, together
+from verl_prefix.engine.travel.row_bytes import RowCodec
+from verl_prefix.engine.travel.row_table import RowTable, describe
+from verl_prefix.engine.travel.session_pieces import describe_pieces
 from verl_prefix.models.vision import share_pixels
 from verl_prefix.versions import warn_once
 

@@ -26,14 +26,14 @@ from verl.utils.device import get_device_name
 from verl_prefix.core.groups import Group
 from verl_prefix.engine import dead_rows
 from verl_prefix.engine.backend import Backend, Ranks
-from verl_prefix.engine.carried_pixels import PIXELS, receive_pixels
 from verl_prefix.engine.grouping import TreeRule, group_rows
 from verl_prefix.engine.loss import Loss
-from verl_prefix.engine.moves import Moves, decide_moves
-from verl_prefix.engine.row_bytes import RowCodec, TravellingRow
-from verl_prefix.engine.row_table import PADDING, uid_hashes
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import RankError, together
+from verl_prefix.engine.travel.carried_pixels import PIXELS, receive_pixels
+from verl_prefix.engine.travel.moves import Moves, decide_moves
+from verl_prefix.engine.travel.row_bytes import RowCodec, TravellingRow
+from verl_prefix.engine.travel.row_table import PADDING, uid_hashes
 from verl_prefix.models.vision import CARRIED_BY, PIXEL_NAMES, share_pixels
 from verl_prefix.versions import warn_once
 

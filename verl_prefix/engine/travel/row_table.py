@@ -15,7 +15,7 @@ from verl_prefix.auto.placement import Placement, fill_empty_ranks, place_rows, 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.session_pieces import costs_of_sessions
+from verl_prefix.engine.travel.session_pieces import costs_of_sessions
 from verl_prefix.models.vision import num_patches
 
 PADDING = 0  # stands for the uid of verl's padding rows, which is one for all of them

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.engine.carried_pixels import PIXELS
+from verl_prefix.engine.travel.carried_pixels import PIXELS
 
 # Fields that travel and are no tensors. All others (raw_prompt, extra_fields) stay behind: neither outputs nor verl's
 # own losses read them.

@@ -21,13 +21,13 @@ from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import make_plan
 from verl_prefix.engine import dead_rows
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.checked_rows import candidates, cheapest
+from verl_prefix.engine.checks.checked_rows import candidates, cheapest
+from verl_prefix.engine.checks.self_check import Comparison, Verdict
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import self_check_advice
 from verl_prefix.engine.outputs import FLAGS
 from verl_prefix.engine.planner import SharedPath, WhyStock
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.self_check import Comparison, Verdict
 from verl_prefix.engine.together import together
 from verl_prefix.models.advice import WITHOUT_SHARING
 

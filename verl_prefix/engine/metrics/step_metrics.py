@@ -6,10 +6,10 @@ from collections.abc import Hashable, Mapping, Set
 
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.exchange import Exchange
-from verl_prefix.engine.metric_table import EACH, METRICS, REUSE, ROW_TOKENS, SPLIT_PROMPTS, Over, reduction_of
+from verl_prefix.engine.metrics.metric_table import EACH, METRICS, REUSE, ROW_TOKENS, SPLIT_PROMPTS, Over, reduction_of
+from verl_prefix.engine.metrics.sharing_advice import SharingAdvice
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.sharing_advice import SharingAdvice
+from verl_prefix.engine.travel.exchange import Exchange
 
 
 class StepMetrics:

@@ -104,4 +104,4 @@ def reduction_of(name: str) -> Reduction:
     for pattern, reduction in METRICS.items():
         if fnmatchcase(name, pattern):
             return reduction
-    raise ValueError(f"{name} is no metric of engine.metric_table.METRICS")
+    raise ValueError(f"{name} is no metric of engine.metrics.metric_table.METRICS")

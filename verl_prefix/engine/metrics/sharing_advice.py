@@ -7,10 +7,10 @@ import torch
 
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.exchange import Exchange
 from verl_prefix.engine.grouping import tokens_by_trees
-from verl_prefix.engine.metric_table import GROUP_TOKENS, ROW_TOKENS, SPLIT_PROMPTS, TREE_TOKENS
+from verl_prefix.engine.metrics.metric_table import GROUP_TOKENS, ROW_TOKENS, SPLIT_PROMPTS, TREE_TOKENS
 from verl_prefix.engine.together import together
+from verl_prefix.engine.travel.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 

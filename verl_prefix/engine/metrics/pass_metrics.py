@@ -7,7 +7,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.loss import Loss
-from verl_prefix.engine.metric_table import GROUP_TOKENS
+from verl_prefix.engine.metrics.metric_table import GROUP_TOKENS
 from verl_prefix.engine.rows import BatchRows
 
 _SECONDS = {"wave": "phase_b"}  # of core's phases those whose seconds have another name in metrics

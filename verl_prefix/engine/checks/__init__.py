@@ -1,0 +1,1 @@
+"""The self-check: a few rows on both paths."""

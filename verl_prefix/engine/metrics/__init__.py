@@ -1,0 +1,1 @@
+"""Metrics of passes and of training steps."""
