@@ -170,6 +170,38 @@ def _peaks(path: str) -> list[dict]:
         return [_update(engine, 0, PHASED) for _ in range(2)]
 
 
+def _nan_in_masked_old_log_probs(data):
+    place = int((data["response_mask"].values() == 0).nonzero()[3])
+    data["old_log_probs"].values()[place] = float("nan")
+    return data
+
+
+def _loss_that_reads_no_old_log_probs(path: str) -> list[tuple[list[float], list[float] | None]]:
+    """gpg, of the stock engine and ours, where an old log-prob that its loss masks is NaN."""
+    options = {"policy_loss": {"loss_mode": "gpg"}, "loss_agg_mode": "seq-mean-token-sum", "tool_tokens": True}
+    found = []
+    for backend, more in (("fsdp2", {}), ("prefix", PHASED)):
+        engine = _engine(backend, path, options | more)
+        data = _nan_in_masked_old_log_probs(_batch(0, engine.model_config.hf_config.vocab_size, options))
+        with engine.train_mode(disable_auto_offload=True):
+            output = engine.forward_backward_batch(data, _loss(options))
+        found.append((output["loss"], output["metrics"].get("prefix/nonfinite_passes")))
+    return found
+
+
+def _kept_outputs(path: str) -> list[list[str]]:
+    """What each pass of an update leaves until the update is over."""
+    finish, kept = PassResults.finish, list[list[str]]()
+
+    def seen(self, plan):
+        kept.extend(sorted(result.output) for result in self._results)
+        return finish(self, plan)
+
+    with mock.patch.object(PassResults, "finish", seen):
+        _update(_engine("prefix", path, PHASED), 0, PHASED)
+    return kept
+
+
 def _measurements(path: str, options: dict, other: float = 0.0) -> int:
     """How often log-probs and an update, whose path depends on rates, measure them. MOCK: another rank's word where
     this one need not be deterministic."""
@@ -204,6 +236,8 @@ def _alone(rank: int, rendezvous: str, path: str, out: str) -> None:
     logged.clear()
     results["unread NaN"] = _nan_in_a_field_that_nobody_reads(path, CHECKED), list(logged)
     results["peaks"] = _peaks(path)
+    results["kept"] = _kept_outputs(path)
+    results["gpg"] = _loss_that_reads_no_old_log_probs(path)
     results["room"] = _room(path)
     results["measurements"] = [_measurements(path, {})]
     with mock.patch.dict(os.environ, {"FLASH_ATTENTION_DETERMINISTIC": "1"}):
@@ -274,6 +308,17 @@ def test_a_run_that_is_deterministic_on_any_rank_measures_nothing(alone):
 def test_the_peak_of_the_waves_stands_in_the_step_that_had_it(alone):
     first, second = (update["metrics"] for update in alone["peaks"])
     assert first["prefix/phase_b_peak_gib"] == [1.0] and "prefix/phase_b_peak_gib" not in second
+
+
+def test_an_old_log_prob_that_the_loss_does_not_read_may_be_nan(alone):
+    """It stands in for a masked token's log-prob, which lm_head skips."""
+    (stock, _), (ours, not_finite) = alone["gpg"]
+    assert sum(ours) == pytest.approx(sum(stock), rel=1e-5) and not_finite == [0.0]
+
+
+def test_an_update_keeps_no_outputs_of_rows(alone):
+    """Which would add up over the mini-batch, as verl says of its own (forward_step)."""
+    assert len(alone["kept"]) > 2 and all(names == ["loss", "metrics"] for names in alone["kept"])
 
 
 def test_an_engine_for_log_probs_alone_has_no_update_to_fit(alone):
@@ -423,6 +468,27 @@ def test_what_another_engine_takes_between_updates_is_no_room(monkeypatch):
             kept.append(updates.choose_memory(plan, "auto", logits_once=False).attention_kept)
             held[0] = 104
     assert kept == [False, True, False, True]
+
+
+def test_an_update_beside_another_engine_has_the_room_that_the_first_one_left(monkeypatch):
+    """Updates without that engine's weights leave more, and tell nothing of those beside it. MOCK: a GPU's memory."""
+    total, held = [0], [0]
+    monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held[0])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: held[0])
+    shape = ModelShape(2e6, 0.0, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0)
+    memory = Memory(ranks=2, checkpointed=True, no_sync=False, logits_chunk=4096, offload=False)
+    costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
+    updates = headroom.Headroom(_two_ranks(NOTHING), costs)
+    plan = make_plan([Group.of_prompt((0, 1), 300, (20, 30))], 400, "phased")
+    needs = int(peak_bytes(shape, plan, (), dataclasses.replace(memory, attention_kept=True)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total[0] - held[0], 0))
+    total[0], kept = 12 * needs, []
+    for now in (10 * needs, needs, needs, 10 * needs):
+        held[0] = now
+        with updates.update():
+            kept.append(updates.choose_memory(plan, "auto", logits_once=False).attention_kept)
+    assert kept == [False, True, True, True]
 
 
 @pytest.mark.parametrize("checkpointed", [True, False])

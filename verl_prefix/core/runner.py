@@ -46,8 +46,8 @@ class PlanRunner:
 
     Attributes:
         forward: how a packed row runs through the model.
-        step: gets each pass's packed_row and outputs, stores what it needs and returns the loss, already scaled so that
-            losses of passes add up; only for `run`.
+        step: gets each pass's packed row and outputs, stores what it needs and returns the loss, already scaled so that
+            losses of passes add up. It is not called for a dummy, so it must not run collectives. Only for `run`.
         backward: only for `run`: what to do with a loss; None: a forward-only run, which the caller wraps in
             `torch.no_grad`.
         gradient_sync: context of a packed pass's forward and backward, and of a phase C, given whether its backward is

@@ -26,8 +26,8 @@ class Headroom:
         self._backend, self._costs = backend, costs
         self._is_known = get_device_name() == "cuda"
         self._peak_meter = Meter()  # the last one that was to measure a peak
-        # Bytes that an update may add, by the updates before it; None: there was none.
-        self._room: float | None = None if self._is_known else math.inf
+        # Bytes that the process may hold at the peak of an update, by the updates before it; None: there was none.
+        self._capacity: float | None = None
         self._allocated_after_last = 0  # bytes that the process held after the last update
         self._largest_added = self._added_now = 0.0  # what the largest and the present update add, by estimate
 
@@ -51,9 +51,10 @@ class Headroom:
         if self._added_now and self._is_known:
             self._largest_added = max(self._largest_added, self._added_now)
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            room = torch.cuda.mem_get_info()[0] + min(self._largest_added, cached)
-            self._room = room if self._room is None else min(self._room, room)
             self._allocated_after_last = torch.cuda.memory_allocated()
+            room = torch.cuda.mem_get_info()[0] + min(self._largest_added, cached)
+            capacity = self._allocated_after_last + room
+            self._capacity = capacity if self._capacity is None else min(self._capacity, capacity)
 
     def new_meter(self) -> Meter:
         """Makes what measures an update. It measures the peak of waves, too, until an update has had waves: this resets
@@ -76,10 +77,10 @@ class Headroom:
         shape, least, ranks = self._costs.shape, self._costs.memory, self._backend.ranks
         may_keep = may_keep_attention(shape, least.checkpointed, option)
         may_have = may_have_all_logits(shape, least.logits_chunk, logits_once)
-        room = self._room or 0.0
+        room = math.inf
         if self._is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
-            room -= max(0, now - self._allocated_after_last)
+            room = (self._capacity or 0.0) - max(now, self._allocated_after_last)
         choices, adds, lacks_room = list[Memory](), list[float](), list[bool]()
         for attention, all_logits in _KEPT:
             memory = replace(least, attention_kept=attention, all_logits=all_logits)

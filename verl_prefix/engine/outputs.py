@@ -5,7 +5,6 @@ The backend calls verl's own functions, on suffix tokens instead of rows.
 
 import functools
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -73,7 +72,8 @@ class TokenOutputs:
         is_read = None if needs_masked_outputs else self._mask_of_suffixes()
         has_gaps = bool(is_read is not None or rows.dead)  # response tokens without an output, see `scatter_to_rows`
         fills_gaps = has_gaps and "log_probs" in self.names
-        self._old_log_probs = rows.at_suffixes("old_log_probs") if fills_gaps else None
+        # A loss may not read old log-probs (gpg), and then masks a NaN of theirs no more than one of ours.
+        self._old_log_probs = rows.at_suffixes("old_log_probs").nan_to_num(0.0, 0.0, 0.0) if fills_gaps else None
         if last_tokens:
             is_read = self._without_last_tokens(is_read)
         self.tokens = self._token_batch(is_read)
@@ -83,6 +83,8 @@ class TokenOutputs:
         if self._flags["distillation_use_topk"]:
             self._take_teacher()
         self._offsets: dict[int, torch.Tensor] = {}  # [0, n] by n
+        # By a token's place in the batch, its number among the tokens of the pass that has its row, [N].
+        self._token_at = torch.empty(rows.offsets[-1], dtype=torch.int64)
 
     def _mask_of_suffixes(self) -> torch.Tensor | None:
         """Marks suffix tokens with a response_mask: [N] bool; None where all have one."""
@@ -186,20 +188,15 @@ class TokenOutputs:
         Returns:
             jagged [rows, tokens] by name.
         """
-        numbers = [row for group in packed_row.groups for row in group.rows]
-        starts, ends = ([self.tokens.offsets[row + end] for row in numbers] for end in (0, 1))
-        *pass_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
-        # `output_places` are places in the batch's flat values. Find each one's row among those of the pass (the last
-        # row that starts at or before it), and shift it to where that row lies in this pass.
-        batch_starts = torch.tensor(starts, dtype=torch.int64)
-        order = batch_starts.argsort()
-        in_pass = order[torch.searchsorted(batch_starts[order], packed_row.output_places, right=True) - 1]
-        shift = (torch.tensor(pass_starts, dtype=torch.int64) - batch_starts)[in_pass]
-        full = outputs.new_zeros(num_tokens, outputs.shape[-1])
+        begin = self.tokens.offsets
+        rows = (row for group in packed_row.groups for row in group.rows)
+        places = ranges([(begin[row], begin[row + 1] - begin[row]) for row in rows])
+        self._token_at[places] = torch.arange(len(places))
+        full = outputs.new_zeros(len(places), outputs.shape[-1])
         if self._old_log_probs is not None:
-            old = torch.cat([self._old_log_probs[start:end] for start, end in zip(starts, ends, strict=True)])
-            full[:, self.names.index("log_probs")] = on_device(old, outputs.device).to(full.dtype)
-        full = full.index_copy(0, on_device(packed_row.output_places + shift, outputs.device), outputs)
+            old = on_device(self._old_log_probs[places], outputs.device)
+            full[:, self.names.index("log_probs")] = old.to(full.dtype)
+        full = full.index_copy(0, on_device(self._token_at[packed_row.output_places], outputs.device), outputs)
         return {
             name: torch.nested.nested_tensor_from_jagged(column, offsets)
             for name, column in zip(self.names, full.unbind(-1), strict=True)

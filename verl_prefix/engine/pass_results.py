@@ -47,6 +47,7 @@ class _Result(NamedTuple):
         numbers: of its rows.
         output: as verl wants it.
         finite: whether loss, outputs, and all that the loss read was finite, [] bool.
+        bad_rows: by name of an output, which rows have one that is not finite, [rows] bool.
         where: the pass, for the log.
         metrics_count: whether the loss made metrics, of more than hidden padding.
     """
@@ -54,6 +55,7 @@ class _Result(NamedTuple):
     numbers: list[int]
     output: dict[str, Any]
     finite: torch.Tensor
+    bad_rows: dict[str, torch.Tensor]
     where: str
     metrics_count: bool
 
@@ -125,11 +127,14 @@ class PassResults:
         return _PassRows(numbers, model_output, select_rows(micro_batch, seen), seen_output)
 
     def _keep(self, rows: _PassRows, pass_loss: PassLoss, finite: torch.Tensor) -> None:
-        """Keeps a pass's results."""
+        """Keeps a pass's results; its outputs only if they are wanted, since those of all rows are large."""
+        output = {"loss": pass_loss.loss.detach(), "metrics": pass_loss.metrics or {}}
         model_output = {name: values.detach() for name, values in rows.model_output.items()}
-        output = {"loss": pass_loss.loss.detach(), "metrics": pass_loss.metrics or {}, "model_output": model_output}
+        if self._returns_outputs:
+            output["model_output"] = model_output
+        bad_rows = {name: _has_bad_value(values) for name, values in model_output.items()}
         metrics_count = pass_loss.metrics is not None and any(row not in self._padding for row in rows.numbers)
-        self._results.append(_Result(rows.numbers, output, finite, current_pass(), metrics_count))
+        self._results.append(_Result(rows.numbers, output, finite, bad_rows, current_pass(), metrics_count))
 
     def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Ends the run: returns verl's output of all passes, and how many of them had anything not finite. Every rank
@@ -174,8 +179,6 @@ class PassResults:
         num_not_finite = self.report_not_finite()
         for result in self._results:
             result.output["loss"] = result.output["loss"].item()
-            if not self._returns_outputs:
-                del result.output["model_output"]
         outputs = [result.output for result in self._results]
         output = postprocess_batch_func(outputs, [result.numbers for result in self._results], data=self._data)
         even_out(output["metrics"], outputs, plan.num_losses)
@@ -192,10 +195,10 @@ class PassResults:
         """Logs in which rows something is not finite."""
         uids = tu.get(self._data, "uid", [None] * len(self._data))
         read = select_rows(self._data, result.numbers)
-        problems, fields = [], {name: read[name] for name in self._loss.floats(read)}
-        for name, values in (result.output["model_output"] | fields).items():
-            pairs = zip(result.numbers, values.unbind(), strict=True)
-            if bad := [f"{row} (uid {uids[row]})" for row, x in pairs if not torch.isfinite(x).all()]:
+        fields = {name: [not torch.isfinite(x).all() for x in read[name].unbind()] for name in self._loss.floats(read)}
+        problems = []
+        for name, is_bad in (result.bad_rows | fields).items():
+            if bad := [f"{row} (uid {uids[row]})" for row, bad in zip(result.numbers, is_bad, strict=True) if bad]:
                 problems.append(f"{name} of rows {listed(bad)}")
         logger.error(
             "not finite in %s: loss %s; %s. %s; later passes of this mini-batch are counted in "
@@ -205,6 +208,13 @@ class PassResults:
             "; ".join(problems) or "all that it was made of is finite",
             self._backend.after_not_finite,
         )
+
+
+def _has_bad_value(rows: Any) -> torch.Tensor:
+    """Whether each row of a jagged tensor [rows, tokens] has a value that is not finite: [rows] bool. The host does not
+    wait for the device."""
+    num_bad: torch.Tensor = torch.nn.functional.pad((~torch.isfinite(rows.values())).cumsum(0), (1, 0))
+    return num_bad[rows.offsets()].diff() > 0
 
 
 def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:

@@ -213,6 +213,8 @@ class PrefixEngine:
             raise ValueError(NO_ROUTES[replay.mode])
         data = data.exclude(ROUTES) if records else data
         shape = (replay.layers, replay.chosen)
+        if not records and not data[ROUTES].is_nested:
+            raise ValueError(f"{ROUTES} is no jagged tensor of rows; it has to say where each of their tokens goes")
         if not records and (given := data[ROUTES].values().shape[1:]) != shape:
             raise ValueError(f"{ROUTES} has {[*given]} layers and experts of a token, and the model {[*shape]}")
         tu.assign_non_tensor(data, **{RECORDS: records})

@@ -140,7 +140,7 @@ class BatchRows:
         if ROUTES not in self.data.keys():
             return None
         routes: Any = self.data[ROUTES]
-        if not routes.is_nested or routes.offsets().tolist() != self.offsets:
+        if routes.offsets().tolist() != self.offsets:
             raise ValueError(f"{ROUTES} has other lengths than the rows: it has to say where each of their tokens goes")
         values: torch.Tensor = routes.values().to("cpu", torch.int16)
         return values

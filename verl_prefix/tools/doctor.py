@@ -217,7 +217,7 @@ def _check_kernels() -> Iterator[Finding]:
         yield Finding("FAIL", line, str(error))
     else:
         yield Finding("ok", f"{line}: {chosen.rpartition('.')[2]}")
-    if device == "cuda" and (missing := missing_package()):
+    if device == "cuda" and (missing := missing_package(HEAD_DIM, softcap=False)):
         yield Finding("info", *missing)
 
 

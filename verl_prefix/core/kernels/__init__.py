@@ -79,7 +79,7 @@ def _chosen(
         return kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)
 
     def log(chosen: Kernel) -> Kernel:
-        missing = missing_package() if device_type == "cuda" else None
+        missing = missing_package(head_dim, softcap) if device_type == "cuda" else None
         more = "; {}: {}".format(*missing) if missing else ""
         logger.warning("prefix: attention kernel %s: %s%s", name, chosen.__name__, more)  # workers print this level
         return chosen

@@ -108,13 +108,14 @@ def _choose(head_dim: int, softcap: bool) -> _Interface | None:
     return next((x for x in _installed() if _refusal(x.module, head_dim, softcap) is None), None)
 
 
-def missing_best() -> str | None:
-    """The module that would be the choice on this CUDA device, and is missing or has arguments that we do not know.
-    None: the choice is there, or it is FA2, which `aten` has as well; or the device is no Nvidia one."""
+def missing_best(head_dim: int, softcap: bool) -> str | None:
+    """The module that would be the choice on this CUDA device for such inputs, and is missing or has arguments that we
+    do not know. None: the choice is there, or it is FA2, which `aten` has as well; or the device is no Nvidia one."""
     if torch.version.hip:
         return None
     capability = torch.cuda.get_device_capability()
-    best = next((name for name, (*_, low, end) in _INTERFACES.items() if low <= capability < end), None)
+    runs = (name for name, (*_, low, end) in _INTERFACES.items() if low <= capability < end)
+    best = next((name for name in runs if _refusal(name, head_dim, softcap) is None), None)
     return None if best in (FA2, None, *(one.module for one in _installed())) else best
 
 

@@ -14,9 +14,10 @@ _ADVICE = {
 }
 
 
-def missing_package() -> tuple[str, str] | None:
-    """On a CUDA device: what is missing, with what that costs; and the line that installs it. None: nothing is."""
-    best = missing_best()
+def missing_package(head_dim: int, softcap: bool) -> tuple[str, str] | None:
+    """On a CUDA device: what is missing for such inputs, with what that costs; and the line that installs it. None:
+    nothing is."""
+    best = missing_best(head_dim, softcap)
     if best is None:
         return None
     cost, line = _ADVICE[best]

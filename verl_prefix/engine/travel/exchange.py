@@ -173,7 +173,7 @@ def _return_outputs(outputs: Outputs | None, moves: Moves) -> dict[str, torch.Te
             parcels = [codec.pack([codec.row(next(arrived), number) for number in numbers]) for numbers in moves.got]
             agreed.same("format", codec.format)
     if not agreed.is_same("format"):
-        raise RankError(f"ranks computed different outputs; this one has {', '.join(outputs or ())}")
+        raise RankError(f"ranks computed different outputs; this one has {codec.format}")
     received = _swap(parcels, moves.ranks)
     with together("receiving outputs"):
         if outputs is None:
