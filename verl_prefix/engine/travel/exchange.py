@@ -104,7 +104,7 @@ def open_exchange(
                 computed, metrics["prefix/exchanged_mib"] = _send_rows(batch, moves)
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
-        if skips_dead:  # again, since rows that arrive bring no mark
+        if skips_dead and moves and moves.any_travels:  # again, since rows that arrive bring no mark
             computed = computed.with_dead(dead_rows.find_dead(loss, computed))
         if moves is None:
             share_pixels(computed.pixels)
