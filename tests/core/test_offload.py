@@ -31,7 +31,7 @@ SHAPE = [(23, [9, 17, 5]), (41, [3, 1, 11, 7, 2]), (7, [13])]
 def pages(monkeypatch, tmp_path):
     """A page pool of the test's own, on a machine with a terabyte free, whatever this one has."""
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "plenty")
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
     host_memory.MEMINFO.write_text(f"MemTotal: {2**30} kB\nMemAvailable: {2**30} kB\n")
     host_pages.cache_clear()
     yield host_pages(CPU)
@@ -594,17 +594,33 @@ def test_fifty_steps_grow_neither_pages_nor_tensors(pages, counts):
     assert (num_tensors(), pages.num_pages, len(pages.free)) == (before, num_pages, num_pages)
 
 
-def test_host_room_leaves_an_eighth_of_machine_and_container(monkeypatch, tmp_path):
+def test_host_room_leaves_an_eighth_of_machine_and_of_each_limit_above_the_process(monkeypatch, tmp_path):
+    """As in a container, whose limit is the root's, and in Slurm's job, whose limit is above the task's cgroup."""
     (tmp_path / "meminfo").write_text("MemTotal: 8000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\nHugePages_Total: 0\n")
+    (tmp_path / "own").write_text("4:memory:/v1\n0::/slurm/job_7/task_0\n")
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "OWN_CGROUP", tmp_path / "own")
+
+    def limit(cgroup: str, limit: str, used: int = 0):
+        (tmp_path / cgroup).mkdir(parents=True, exist_ok=True)
+        (tmp_path / cgroup / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / cgroup / "memory.current").write_text(f"{used + 100}\n")
+        (tmp_path / cgroup / "memory.stat").write_text("anon 1\ninactive_file 100\n")
+
     assert host_memory.host_room() == 4000 << 10
-    (tmp_path / "memory.max").write_text("max\n")
+    limit("", "max")
+    limit("slurm/job_7/task_0", "max")
+    limit("slurm/job_8", "8")
     assert host_memory.host_room() == 4000 << 10
-    (tmp_path / "memory.max").write_text("800\n")
-    (tmp_path / "memory.current").write_text("500\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100\n")
-    assert host_memory.host_room() == 300
+    limit("slurm/job_7", "1600", 700)
+    assert host_memory.host_room() == 1400 - 700
+    limit("", "800", 400)
+    assert host_memory.host_room() == 700 - 400
+    (tmp_path / "own").write_text("0::/\n")
+    assert host_memory.host_room() == 700 - 400
+    (tmp_path / "own").unlink()
+    assert host_memory.host_room() == 700 - 400
 
 
 def test_pages_are_taken_where_the_room_of_the_host_is_not_known(monkeypatch, tmp_path, pages):

@@ -1,6 +1,7 @@
 """Pinned host memory in pages, and the copies of a prefix to it and back, on a stream of their own."""
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,21 +12,24 @@ import torch
 PAGE_BYTES = 64 << 20  # a power of two: torch rounds pinned allocations up to one
 # Bytes that may be on their way to the host. With more the host waits, or over a slow PCIe all would stay on the GPU.
 LEAVING_BYTES = 2 << 30
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def host_room() -> int | None:
-    """Bytes of host memory left to take: an eighth of the machine's, or of the container's (cgroup v2), stays free.
-    None: not known, as on a machine without /proc."""
+    """Bytes of host memory left to take. An eighth stays free: of the machine's, and of each limit of cgroup v2 that
+    holds for this process, as its container's or its Slurm job's. None: not known, as on a machine without /proc."""
     if not MEMINFO.exists():
         return None
     sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in MEMINFO.read_text().splitlines()}
     room = sizes["MemAvailable:"] - sizes["MemTotal:"] // 8
-    limit = CGROUP / "memory.max"
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        used = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])
-        room = min(room, int(text) - int(text) // 8 - used)
+    own = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []
+    names = next((line[len("0::/") :].split("/") for line in own if line.startswith("0::/")), [])  # 0: v2
+    for cgroup in itertools.accumulate(names, Path.joinpath, initial=CGROUPS):
+        limit = cgroup / "memory.max"
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+            used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
+            room = min(room, int(text) - int(text) // 8 - used)
     return room
 
 
