@@ -106,7 +106,9 @@ def test_forks_of_other_rows_are_refused(forks, message):
         response_log_probs(model, rows.prompts, rows.responses, forks=forks)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=pytest.mark.more if x.endswith("_moe") else ()) for x in FAMILIES]
+)
 def test_a_turn_s_images_are_seen_once(family, paths, float64_inside, monkeypatch):  # noqa: F811
     case = Turns(paths[family])
     float64_inside(case.model)

@@ -72,7 +72,7 @@ CASES = {
     "checked_k3": {"schedule": "packed", "verify": "first_step", "distillation": {"loss_mode": "k3"}},
 }  # fmt: skip
 QUICK = (
-    "packed", "passes_only", "phased_in_pieces_only", "exchanged_only_phased", "turns_odd_exchanged_only",
+    "packed", "passes_only", "phased_in_pieces_only", "turns_odd_exchanged_only",
     "logits_in_chunks_phased_only", "topk_as_reward", "k1_as_reward",
 )  # fmt: skip
 ALONE = ("packed_only", "entropy_only")  # on one rank in make test

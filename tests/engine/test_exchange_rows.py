@@ -460,7 +460,7 @@ def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
     os._exit(0)
 
 
-@pytest.fixture(scope="module", params=[15, pytest.param(210, marks=pytest.mark.full)], ids="{}batches".format)
+@pytest.fixture(scope="module", params=[10, pytest.param(210, marks=pytest.mark.full)], ids="{}batches".format)
 def results(request, tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("rows")
     drawn = examples(request.param)

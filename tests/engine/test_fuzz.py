@@ -78,7 +78,7 @@ def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
     tiny = of_critic(Case(1, "qwen3", (Session("a", 1, ((0, 1, 0),), False),), 0, 0.0, 0, ()))
     recorded = routed._replace(options=(*routed.options[:-1], ("routes", RECORDED)))
     examples = {
-        "actor": (in_an_image, routed), "critic": (tiny, in_text, of_critic(routed)), "trees": (NESTED, routed),
+        "actor": (in_an_image, routed), "critic": (tiny, in_text, of_critic(routed)), "trees": (NESTED,),
         "routes": (routed, recorded),
     }  # fmt: skip
     cases = {
@@ -87,9 +87,6 @@ def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
     }  # fmt: skip
 
     @settings(max_examples=BATCHES if kind == "actor" else -(-BATCHES // 3), suppress_health_check=[*HealthCheck])
-    @example(examples[kind][0])
-    @example(examples[kind][1])
-    @example(examples[kind][-1])
     @given(case=cases[kind])
     def run(case: Case) -> None:
         found = ranks(case.ranks, models)(errors_of, case)
@@ -107,6 +104,8 @@ def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
             "R2" if routes == RECORDED else "R3" for name, routes in case.options if name == "routes"
         )
 
+    for case in examples[kind]:
+        run = example(case)(run)
     run()
 
 

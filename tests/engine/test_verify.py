@@ -255,17 +255,21 @@ def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, famil
     assert found.gradients.ratio > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
+KEY_GRADIENTS = (
+    gradients_of_keys_dropped_in_packed, gradients_of_keys_dropped_in_phased, gradients_of_one_layer_dropped,
+    earlier_waves_dropped,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "broken",
+    ("family", "broken"),
     [
-        gradients_of_keys_dropped_in_packed,
-        gradients_of_keys_dropped_in_phased,
-        gradients_of_one_layer_dropped,
-        earlier_waves_dropped,
+        pytest.param(family, broken, marks=() if family == "qwen3" or broken is quick else pytest.mark.more)
+        for family, quick in zip(CONFIGS, (None, KEY_GRADIENTS[3], KEY_GRADIENTS[0]), strict=True)
+        for broken in KEY_GRADIENTS
     ],
 )
-@pytest.mark.parametrize("family", CONFIGS)
 def test_a_dropped_gradient_of_keys_is_caught_by_gradients_alone(family, broken, dtype):
     found = verdict(0, dtype, family, broken)
     assert found.outputs.ratio <= verify.MAX_OUTPUTS and found.attention.ratio <= MAX_ATTENTION, str(found)

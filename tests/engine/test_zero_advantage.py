@@ -56,7 +56,7 @@ CASES = {
     },
 }  # fmt: skip
 PACKED = {"schedule": "packed", "entropy_coeff": 0.0, "verify": "off", "skip_zero_advantage": True}
-QUICK = ("rows_of_live_groups", "all_dead_phased_exchanged", "turns_rows")
+QUICK = ("all_dead_phased_exchanged", "turns_rows")
 # Every loss is in test_engine_equivalence.py.
 IN_MORE = every_value({name: CASES[name] for name in CASES if name[:5] != "loss_" or name == "loss_gspo"}, QUICK)
 SHARED = SharedModels(_engine)  # on ranks

@@ -262,7 +262,7 @@ def sequences_joined(**options):
     return delta_rule(**options)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [pytest.param("packed", marks=pytest.mark.more), "phased"])
 @pytest.mark.parametrize(
     "broken",
     [from_zero, keys_and_values_of_the_state_swapped, heads_in_another_order, without_gradient, sequences_joined],
