@@ -560,7 +560,7 @@ def test_a_rank_whose_wave_is_a_dummy_is_not_told_to_shorten_waves():
     plan = make_plan([Group.of_prompt((0, 1), 30, (20, 30))], 100, "packed")
     with (
         pytest.raises(torch.OutOfMemoryError) as raised,
-        out_of_memory_advice(plan, Memory(), "actor", PrefixConfig(), False),
+        out_of_memory_advice(plan, Memory(checkpointed=False), "actor", PrefixConfig(), False),
     ):
         with PassNote("wave", [], "wave 1 of 1"):
             raise torch.OutOfMemoryError("injected")
@@ -594,19 +594,26 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
     assert note.endswith(f"set {advice.replace('{}', 'actor_rollout_ref.actor.prefix')}")
 
 
-@pytest.mark.parametrize(("phase", "advised"), [("packed", "schedule=phased"), ("phase_a", "offload=True")])
+@pytest.mark.parametrize(
+    ("phase", "advised"),
+    [
+        ("packed", "schedule=phased"), ("phase_a", "offload=True"), ("phase_a", "enable_gradient_checkpointing=True"),
+        ("phase_c", "enable_gradient_checkpointing=True"), ("wave", "enable_gradient_checkpointing=True"),
+    ],
+)  # fmt: skip
 def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
     for options, is_advised in ((PrefixConfig(), True), (PrefixConfig(schedule="phased", offload=True), False)):
         with (
             pytest.raises(torch.OutOfMemoryError) as error,
-            out_of_memory_advice(plan, Memory(), "actor", options, False),
+            out_of_memory_advice(plan, Memory(checkpointed=not is_advised), "actor", options, False),
         ):
             failed = torch.OutOfMemoryError("injected")
             failed.prefix_phase = phase
             raise failed
         (note,) = error.value.__notes__
-        assert (advised in note) == is_advised and "lower ppo_max_token_len_per_gpu" in note
+        helps = "offload parameters" if phase == "wave" else "lower ppo_max_token_len_per_gpu"
+        assert (advised in note) == is_advised and helps in note
 
 
 RECOMPUTE = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute"
@@ -639,7 +646,7 @@ def test_out_of_memory_in_a_critic_names_its_keys(phase, key):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
     with (
         pytest.raises(torch.OutOfMemoryError) as error,
-        out_of_memory_advice(plan, Memory(), "critic", PrefixConfig(), False),
+        out_of_memory_advice(plan, Memory(checkpointed=False), "critic", PrefixConfig(), False),
     ):
         failed = torch.OutOfMemoryError("injected")
         failed.prefix_phase = phase

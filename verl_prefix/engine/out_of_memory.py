@@ -20,24 +20,25 @@ _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
 
 
 def _advice(role: str, options: PrefixConfig, keeps: Memory, forward_only: bool) -> tuple[str, dict[str, str]]:
-    """Returns the setting by which a role checkpoints its layers; and, for each phase that may have had the error, what
-    to set beside `options`."""
-    model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
-    checkpoints = f"set {model}.enable_gradient_checkpointing=True"
+    """Returns what helps a wave that cannot be shorter; and, for each other phase that may have had the error, what to
+    set beside `options`."""
     if keeps.division:
         recompute = f"{role}.megatron.override_transformer_config.recompute"
         checkpoints = f"set {recompute}_granularity=full, {recompute}_method=uniform and {recompute}_num_layers=1"
+    else:
+        model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
+        checkpoints = f"set {model}.enable_gradient_checkpointing=True"
+    kept = [] if keeps.checkpointed else [checkpoints]
     fewer = f"lower {tokens_key(role, forward_only)}"
     if role != "critic":
         fewer += f" or {'log_prob' if forward_only else 'ppo'}_micro_batch_size_per_gpu"
-    packed = fewer + f", or set {_PREFIX}.schedule=phased" * (options.schedule != "phased")
+    by_phase = {"packed": [fewer] + [f"set {_PREFIX}.schedule=phased"] * (options.schedule != "phased")}
     if forward_only:  # nothing waits for a backward
-        return fewer, {"packed": packed, "phase_a": fewer}
-    return checkpoints, {
-        "packed": packed,
-        "phase_a": f"set {_PREFIX}.offload=True, " * (not options.offload) + f"{checkpoints}, or {fewer}",
-        "phase_c": f"{checkpoints}, or {fewer}",
-    }
+        kept, by_phase["phase_a"] = [fewer], [fewer]
+    else:
+        by_phase["phase_a"] = [f"set {_PREFIX}.offload=True"] * (not options.offload) + [*kept, fewer]
+        by_phase["phase_c"] = [*kept, fewer]
+    return " or ".join([*kept, "offload parameters"]), {phase: ", or ".join(x) for phase, x in by_phase.items()}
 
 
 def _settings(plan: Plan, keeps: Memory) -> list[str]:
@@ -60,18 +61,18 @@ def out_of_memory_advice(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        checkpoints, by_phase = _advice(role, options, keeps, forward_only)
+        shortest, by_phase = _advice(role, options, keeps, forward_only)
         largest = plan.largest_wave
         if settings := _settings(plan, keeps):
             advice = f"set {' and '.join(settings)}"
         elif (phase := getattr(error, "prefix_phase", "packed")) in by_phase:
             advice = by_phase[phase]
         elif not largest:
-            advice = f"this rank ran a wave without rows, beside waves of other ranks; {checkpoints}"
+            advice = f"this rank ran a wave without rows, beside waves of other ranks; {shortest}"
         elif limit_waves(plan, largest // 2).largest_wave < largest:
             advice = f"set {_PREFIX}.wave_tokens={largest // 2} (largest wave: {largest} tokens)"
         else:
-            advice = f"the largest wave is one row already; {checkpoints} or offload parameters"
+            advice = f"the largest wave is one row already; {shortest}"
         add_note(error, f"verl_prefix: {advice}")
         raise
 
