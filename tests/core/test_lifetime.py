@@ -117,6 +117,22 @@ def test_a_prefix_graph_has_no_lm_head(monkeypatch):
     assert {name for name, p in model.named_parameters() if p.grad is None} == {"lm_head.weight"}
 
 
+def test_a_cache_keeps_no_more_than_what_waves_read():
+    """Values that are a view of a fused projection, as Phi-3's and Megatron's, are kept apart from queries and keys."""
+    qkv = torch.randn(5, 8, 4, requires_grad=True)
+    with prefix_cache.PrefixCache() as cache:
+        k, v = cache.capture(0, qkv[:, 4:6] * 2, qkv[:, 6:])
+        kept = cache.read(0)
+        assert [x.untyped_storage().nbytes() for x in kept] == [x.nbytes for x in kept]
+        assert torch.equal(kept[1], qkv[:, 6:])
+        cache.add_grad(0, slice(1, 3), torch.ones(2, 2, 4), torch.full((2, 2, 4), 3.0))
+        cache.backward(k.sum() + v.sum())
+    sent = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0]).view(5, 1, 1)
+    assert not qkv.grad[:, :4].any()
+    assert torch.equal(qkv.grad[:, 4:6], (2 * sent).expand(5, 2, 4))
+    assert torch.equal(qkv.grad[:, 6:], (3 * sent).expand(5, 2, 4))
+
+
 @pytest.mark.parametrize("trained", ["all", "lm_head"])
 def test_one_backward_is_told_to_be_the_last_phase_c_or_without_it_the_last_wave(trained):
     model, told = build(), []

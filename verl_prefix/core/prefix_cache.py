@@ -70,6 +70,8 @@ class PrefixCache:
         Raises:
             CannotShare: there is something under this key already.
         """
+        # A view, as values are of a fused QKV projection, would keep all that it is a view of until phase C.
+        tensors = tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in tensors)
         if self._is_open:
             if key in self._stored:
                 raise ran_twice(key)
