@@ -202,7 +202,7 @@ def _record_turns(rank: int, folder: Path, model: str, trees: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
     options = {"turns": "odd", "trace_dir": str(folder / "trace"), "mini_batches": "prompts", "verify": "off"}
-    options["trees"] = trees
+    options |= {"trees": trees, "use_fused_kernels": True}
     engine = _engine("prefix", model, options | {"loss_agg_mode": "seq-mean-token-mean"})
     data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
     with engine.train_mode(disable_auto_offload=True):
@@ -214,9 +214,14 @@ def _record_turns(rank: int, folder: Path, model: str, trees: str) -> None:
 @pytest.mark.parametrize(("ranks", "trees"), [(1, "off"), (2, "uid")])
 def test_turns_of_odd_sessions_replay_within_the_tolerances(tmp_path, replay, spawn, monkeypatch, ranks, trees):
     """A lost session, one of one turn, an empty response, two equal ones, and padding; of 24 rows 20 are none. They
-    share what they shared in the recorded run."""
+    share what they shared in the recorded run, which had fused kernels, and several ranks for rows over the budget."""
     monkeypatch.setattr(ab, "draw", lambda *_: False)
     spawn(_record_turns, args=(tmp_path, write_tiny_model(tmp_path / "model"), trees), nprocs=2)
+    for path in (tmp_path / "trace").rglob("step_*.json"):
+        step = json.loads(path.read_text())
+        assert step["flags"]["use_fused_kernels"]
+        step["flags"]["max_token_len_per_gpu"] = 50  # of the longest row's 128 tokens
+        path.write_text(json.dumps(step))
     words = ("--arms", "packed,phased", "--truth-steps", 1, "--ranks", ranks, "--out", tmp_path / "out")
     done = replay("--trace", tmp_path / "trace", *words)
     assert done.returncode == 0, done.stdout
@@ -466,6 +471,23 @@ def test_every_recorded_option_of_the_loss_is_replayed():
     loss = arm.loss_function({"loss": {name: plain(getattr(config, name)) for name in kept}})
     found = loss.keywords["config"]
     assert found.policy_loss == policy_loss and type(found.policy_loss.rollout_correction) is RolloutCorrectionConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "together", "longest"), [("stock", 1, 90), ("stock", 2, 160), ("packed", 1, 90), ("stock_repacked", 1, 90)]
+)
+def test_a_replay_has_no_fused_kernels_and_room_for_the_longest_rows_of_any_rank(monkeypatch, name, together, longest):
+    """MOCK: another rank has a row of 90 tokens."""
+    from verl_prefix.tools.ab import arm
+
+    monkeypatch.setattr(arm, "largest_of_ranks", lambda value: max(value, 90.0))
+    rows = source.synthetic_rows((60, 20, 2, 1), vocab_size=50, seed=0)
+    rows.flags.update(use_fused_kernels=True, max_token_len_per_gpu=40, force_group_size=together)
+    made = SimpleNamespace(name=name, leak=None, _row_by_row=False)
+    for given, budget in (({}, longest), ({"max_token_len_per_gpu": 500}, 500)):
+        data = arm.Arm.data(made, rows, **given)
+        budget *= 2 if name == "stock_repacked" else 1
+        assert data["max_token_len_per_gpu"] == budget and data["use_fused_kernels"] is False
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ VERLS = (STOCK, REPACKED, TRUTH)  # arms that are verl's engine
 # Not trust_remote_code: a trace is data, and must not bring code along.
 MODEL_KEYS = (
     "use_remove_padding", "override_config", "enable_gradient_checkpointing", "enable_activation_offload",
-    "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "use_fused_kernels", "load_tokenizer",
+    "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "load_tokenizer",
 )  # fmt: skip
 
 
@@ -239,15 +239,19 @@ class Arm:
                 mine.copy_(other)
 
     def data(self, rows: StepRows, **flags: Any) -> TensorDict:
-        """verl's mini-batch of the rows as this arm takes them."""
-        flags = rows.flags | flags
+        """verl's mini-batch of the rows as this arm takes them. Every rank calls it."""
+        # The engines are built without fused kernels, whatever the run had.
+        flags = rows.flags | flags | {"use_fused_kernels": False}
         order = None
         if self.name == TRUTH or (self.name == STOCK and self._row_by_row):
             flags |= {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+        together = rows.jagged["input_ids"][1].split(flags.get("force_group_size", 1))
+        longest = int(largest_of_ranks(max(int(lengths.sum()) for lengths in together)))
+        if flags["use_dynamic_bsz"]:  # ranks that shared a row had their budgets together
+            flags |= {"max_token_len_per_gpu": max(flags["max_token_len_per_gpu"], longest)}
         if self.name == REPACKED:  # a stock run too, for whoever wrote the config: only rounding can differ
-            longest = int(rows.jagged["input_ids"][1].max())
-            budget = flags["max_token_len_per_gpu"] if flags["use_dynamic_bsz"] else 0
-            budget = budget or flags["micro_batch_size_per_gpu"] * longest
+            budget = flags["micro_batch_size_per_gpu"] * longest
+            budget = flags["max_token_len_per_gpu"] if flags["use_dynamic_bsz"] else budget
             flags |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": 2 * budget}
             flags |= {"use_remove_padding": False} if self.leak else {}
             order = list(reversed(range(rows.num_rows)))
