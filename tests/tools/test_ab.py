@@ -18,10 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import families
 import pytest
 import torch
 from engines import TOLERANCE
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from verl_prefix import cli
 from verl_prefix.testing import write_tiny_model
@@ -285,6 +287,17 @@ def test_routes_of_experts_replay_in_all_arms(tmp_path, replay, spawn, monkeypat
 ROWS = ("--synthetic", "24,8,2,1", "--steps", 2, "--truth-steps", 1)
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("family", ["gpt-oss-window-9", "gemma2-window-9"])
+def test_models_that_sdpa_does_not_compute_hold_against_a_truth(tmp_path, replay, monkeypatch, family):
+    monkeypatch.setattr(ab, "draw", lambda *_: False)
+    families.build(family).save_pretrained(tmp_path / "model")
+    done = replay(*ROWS, "--model", tmp_path / "model", "--arms", "packed,phased", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stdout
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["holds"] and max(report["steps"][0]["truth_errors"]["stock"].values()) < TOLERANCE
+
+
 @pytest.mark.ray
 def test_of_a_replay_that_dies_the_steps_until_then_are_reported(tmp_path, replay, monkeypatch):
     rows = (*ROWS, "--model", write_tiny_model(tmp_path / "model"))
@@ -473,6 +486,29 @@ def test_every_recorded_option_of_the_loss_is_replayed():
     assert found.policy_loss == policy_loss and type(found.policy_loss.rollout_correction) is RolloutCorrectionConfig
 
 
+@pytest.fixture
+def built(tmp_path, monkeypatch) -> Callable[..., SimpleNamespace]:
+    """MOCK: no engine is built; the configs that verl would build an arm's by."""
+    from verl_prefix.tools.ab import arm
+
+    monkeypatch.setattr(arm.EngineRegistry, "new", lambda **configs: SimpleNamespace(initialize=int, **configs))
+
+    def configs(name: str, family: str = "qwen3", model: dict | None = None, **prefix: object) -> SimpleNamespace:
+        AutoConfig.for_model(family, architectures=["One"]).save_pretrained(tmp_path)
+        manifest = source.synthetic_manifest((9, 4, 2))
+        manifest["engine"] |= {"prefix": prefix, "mixed_precision": {"param_dtype": "bf16"}}
+        manifest["model"] |= {"path": str(tmp_path), "override_config": {}} | (model or {})
+        return arm.build_engine(name, manifest)
+
+    return configs
+
+
+@pytest.mark.parametrize(("family", "attention"), [("qwen3", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")])
+def test_the_truth_has_an_attention_of_any_precision_that_computes_the_model(built, family, attention):
+    assert built("truth", family).model_config.hf_config._attn_implementation == attention
+    assert built("stock", family).model_config.hf_config._attn_implementation == "flash_attention_2"
+
+
 @pytest.mark.parametrize(
     ("name", "together", "longest"), [("stock", 1, 90), ("stock", 2, 160), ("packed", 1, 90), ("stock_repacked", 1, 90)]
 )
@@ -529,7 +565,7 @@ def test_bad_words_are_one_line_exit_code_2_and_no_report(words, says, tmp_path,
 @pytest.mark.ray
 def test_stock_takes_recurrent_rows_one_by_one_and_the_report_says_so(tmp_path, replay, monkeypatch):
     made = source.synthetic_manifest
-    monkeypatch.setattr(source, "synthetic_manifest", lambda shape: made(shape) | {"stock_row_by_row": False})
+    monkeypatch.setattr(source, "synthetic_manifest", lambda *given: made(*given) | {"stock_row_by_row": False})
     model = write_tiny_model(tmp_path / "model", family="olmo_hybrid", initializer_range=0.1)
     words = ("--synthetic", "24,8,2,2", "--model", model, "--steps", 1, "--truth-steps", 1)
     done = replay(*words, "--arms", "packed,stock_repacked", "--out", tmp_path / "out")

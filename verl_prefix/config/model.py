@@ -160,6 +160,19 @@ def read_hf_config(model_config: Any) -> Any:
     return hf_config
 
 
+def dense_attention(hf_config: Any) -> str:
+    """The `attn_implementation` that computes a model in any precision: sdpa, or eager where Hugging Face's class does
+    not take sdpa, as with sinks, or where sdpa drops a cap on attention's logits."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from verl_prefix.models.vision import is_vision_config
+
+    auto_class = AutoModelForImageTextToText if is_vision_config(hf_config) else AutoModelForCausalLM
+    model_class = auto_class._model_mapping.get(type(hf_config), None)
+    capped = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None)
+    return "sdpa" if getattr(model_class, "_supports_sdpa", True) and not capped else "eager"
+
+
 def check_model_family(section: Any, model_config: Any, hf_config: Any) -> None:
     """Checks the model's HF config where this machine can see it; the worker checks again all but kernels.
 

@@ -27,6 +27,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_prefix.backends.fsdp import PrefixEngineConfig
 from verl_prefix.backends.hugging_face import local_shard
 from verl_prefix.backends.stock_path import replaying
+from verl_prefix.config.model import dense_attention, read_hf_config
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.engine.backend import Replay
 from verl_prefix.models.recurrent import packing_leak
@@ -117,7 +118,8 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
     double = name == TRUTH and precision(manifest) == "fp32"
     if name == TRUTH:
         engine["mixed_precision"] = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
-        model["override_config"] = (model.get("override_config") or {}) | {"attn_implementation": "sdpa"}
+        dense = dense_attention(read_hf_config({"path": manifest["model"]["path"]}))
+        model["override_config"] = (model.get("override_config") or {}) | {"attn_implementation": dense}
     if name in VERLS:
         engine_config = FSDPEngineConfig(**engine)
     else:

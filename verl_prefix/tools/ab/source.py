@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
-from verl_prefix.config.model import read_hf_config
+from verl_prefix.config.model import dense_attention, read_hf_config
 from verl_prefix.tools.ab.arm import check_manifest, precision
 from verl_prefix.tools.ab.options import MADE_UP_STEPS, Options
 from verl_prefix.tools.ab.other_engines import of_fsdp2
@@ -31,7 +31,6 @@ class Source:
     def __init__(self, options: Options) -> None:
         self.synthetic, self.trace, model = options.synthetic, None, options.model
         if self.synthetic:
-            self.manifest = synthetic_manifest(self.synthetic)
             self.num_steps, self.ranks = options.steps or MADE_UP_STEPS, options.ranks or 1
             if model_fingerprint(model) is None:
                 raise ValueError(f"--model {model} has no config.json; give a model's folder")
@@ -56,13 +55,15 @@ class Source:
             fits = next(n for n in range(gpus, 0, -1) if self.ranks % n == 0)
             raise ValueError(f"{self.ranks} ranks need a GPU each, and this machine has {gpus}: write --ranks {fits}")
         try:
-            readable = read_hf_config({"path": str(model)}) is not None
+            hf_config = read_hf_config({"path": str(model)})
         except ValueError as error:  # a type, or a value, that transformers does not know
             raise ValueError(f"--model {model}: {str(error).partition(chr(10))[0]}") from error
-        if not readable:
+        if hf_config is None:
             raise ValueError(f"--model {model}: its config.json cannot be read here; give another model's folder")
         if (folder := Path(model)).is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
             raise ValueError(f"--model {model} has no weights; give a folder with them")
+        if self.synthetic:
+            self.manifest = synthetic_manifest(self.synthetic, dense_attention(hf_config))
         self.manifest["model"]["path"] = str(model)
         if options.dtype:
             self.manifest["engine"]["mixed_precision"] = _mixed_precision(options.dtype)
@@ -121,20 +122,20 @@ def synthetic_budget(shape: tuple[int, int, int, int]) -> int:
     return max(2 * (shape[0] + shape[1]), 16384 if torch.cuda.is_available() else 0)
 
 
-def synthetic_manifest(shape: tuple[int, int, int, int]) -> dict[str, Any]:
+def synthetic_manifest(shape: tuple[int, int, int, int], dense: str = "sdpa") -> dict[str, Any]:
     """A trace's manifest for made-up rows, (P, S, G, ...): lr 1e-6, no KL, waves of an eighth of the budget; fp32 on a
-    CPU, verl's defaults on a GPU; without flash-attn sdpa, with which stock takes one row at a time."""
+    CPU, verl's defaults on a GPU; without flash-attn `dense` attention, with which stock takes one row at a time."""
     cpu = not torch.cuda.is_available()
-    sdpa = cpu or importlib.util.find_spec("flash_attn") is None
+    is_dense = cpu or importlib.util.find_spec("flash_attn") is None
     mixed = _mixed_precision("fp32" if cpu else "bf16")
     loss = ActorConfig(strategy="fsdp2", rollout_n=shape[2], ppo_micro_batch_size_per_gpu=1)
     engine = FSDPEngineConfig(strategy="fsdp2", use_torch_compile=not cpu, mixed_precision=mixed)
     return {
         "seed": 0,
         "model": {"enable_gradient_checkpointing": False, "load_tokenizer": False}
-        | ({"override_config": {"attn_implementation": "sdpa"}} if sdpa else {}),
+        | ({"override_config": {"attn_implementation": dense}} if is_dense else {}),
         "engine": plain(engine) | {"prefix": {"wave_tokens": max(1, synthetic_budget(shape) // 8)}},
         "optimizer": plain(FSDPOptimizerConfig(lr=1e-6)),
         "loss": {k: v for k, v in plain(loss).items() if k not in ("engine", "model_config", "checkpoint", "optim")},
-        "stock_row_by_row": sdpa,  # it would read packed rows through a dense mask; see `bench.arms.stock_attention`
+        "stock_row_by_row": is_dense,  # packed rows would have a dense mask; see `bench.arms.stock_attention`
     }
