@@ -11,6 +11,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from verl_prefix import trace
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.ab.arm import to_tensordict
-from verl_prefix.tools.ab.source import synthetic_rows
+from verl_prefix.tools.ab.options import Options
+from verl_prefix.tools.ab.source import Source, synthetic_rows
 from verl_prefix.trace import writer as trace_writer
 
 CONFIG = ActorConfig(strategy="fsdp2", rollout_n=3, ppo_micro_batch_size_per_gpu=1)
@@ -271,7 +273,11 @@ def _train(rank: int, scratch: Path, model: str) -> None:
     for schedule in ("auto", "stock"):
         options = PrefixConfig(schedule=schedule, trace_dir=str(scratch / schedule), trace_max_steps=2)
         parts = dict(
-            model_config=HFModelConfig(path=model, override_config={"attn_implementation": "sdpa"}),
+            model_config=HFModelConfig(
+                path=model,
+                override_config={"attn_implementation": "sdpa"},
+                enable_activation_offload=schedule == "auto",
+            ),
             optimizer_config=FSDPOptimizerConfig(lr=1e-4),
             checkpoint_config=CheckpointConfig(),
         )
@@ -296,6 +302,7 @@ def test_an_engine_records_its_updates_alone_whatever_its_schedule(tmp_path, mod
         recorded = trace.Trace(tmp_path / schedule)
         recorded.check_model(model)
         assert recorded.num_steps == 2 and recorded.manifest["engine"]["prefix"]["schedule"] == schedule
+        assert recorded.manifest["model"]["enable_activation_offload"] == (schedule == "auto"), "off in ours alone"
         assert recorded.manifest["optimizer"]["lr"] == 1e-4 and recorded.manifest["loss"]["clip_ratio"] == 0.2
         for step in range(2):
             found, wanted = recorded.read(step, 0), rows(step, 0)
@@ -411,7 +418,7 @@ def test_a_trace_of_veomni_becomes_one_of_fsdp2(folder):
         assert arm.precision(found) == "bf16" and options["model_dtype"] == weights
         assert options["mixed_precision"]["reduce_dtype"] == weights and optimizer.lr == 3e-6
         assert model["override_config"]["attn_implementation"] == "flash_attention_2"
-    with pytest.raises(ValueError, match="actor.optim.optimizer=muon of VeOmni, and a replay has adamw alone"):
+    with pytest.raises(ValueError, match="actor.optim.optimizer=muon of VeOmni, and a replay has AdamW alone; compare"):
         of_fsdp2(found | {"optimizer": {"optimizer": "muon"}})
 
 
@@ -438,9 +445,37 @@ def test_a_trace_of_megatron_becomes_one_of_fsdp2(folder, in_fp32):
         of_fsdp2(found | {"optimizer": {"optimizer": "muon"}})
 
 
+@pytest.mark.parametrize("of", [{"tensor_model_parallel_size": 2}, {"expert_parallel_size": 2}])
+def test_to_record_again_is_no_advice_for_an_optimizer_that_no_replay_has(folder, model, of):
+    edit(MANIFEST, engine=of, optimizer={"optimizer": "sgd"})(folder)
+    with pytest.raises(trace.TraceError) as error:
+        Source(Options(trace=str(folder), model=model))
+    assert "optimizer=sgd of" in str(error.value) and str(error.value).endswith("`verl-prefix ab --runs STOCK OURS`")
+
+
+@pytest.mark.parametrize("key", ["lora_adapter_path", "hf_config_path"])
+def test_a_model_with_a_part_outside_of_its_folder_is_neither_recorded_nor_replayed(folder, tmp_path, model, key):
+    from verl.workers.config import HFModelConfig
+
+    from verl_prefix.config.options import PrefixConfig
+
+    config = HFModelConfig(path=model, load_tokenizer=False)
+    assert config.hf_config_path == model
+    vars(config)[key] = "elsewhere"
+    engine = SimpleNamespace(engine_config=None, optimizer_config=None)
+    says = f"cannot hold actor_rollout_ref.model.{key}=elsewhere, since a replay reads model.path alone; record a run"
+    writer = trace_writer.open_trace(PrefixConfig(trace_dir=str(tmp_path / "new")), 0, 1, True, engine, config)
+    with pytest.raises(trace.TraceError, match=says):
+        writer.record(BatchRows(mini_batch(0, 0)), LOSS, lambda counts: counts)
+    edit(MANIFEST, model={"path": model, key: "elsewhere"})(folder)
+    with pytest.raises(trace.TraceError, match=says):
+        Source(Options(trace=str(folder), model=model))
+
+
 def test_a_trace_brings_no_code_along():
-    """What a manifest may decide is data: no remote code, no module of its choice as optimizer."""
+    """What a manifest may decide is data: no remote code, no module of its choice as optimizer, and no adapter's
+    config, which may name modules."""
     from verl_prefix.tools.ab import arm, source
 
-    assert "trust_remote_code" not in arm.MODEL_KEYS
+    assert not {"trust_remote_code", "external_lib", "lora_adapter_path"} & {*arm.MODEL_KEYS}
     assert source.OPTIMIZERS == ("torch.optim", "torchao.optim", "bitsandbytes.optim")

@@ -117,7 +117,7 @@ def _under(made: Any, options: dict[str, Any]) -> Any:
     again = copy.copy(made)
     chosen = {name: options[name] for name in OURS if name in options}
     again.prefix_config = PrefixConfig(**{"min_speedup": 0, "exchange": "off"} | chosen)
-    again.set_backend(MegatronBackend(again), made.engine_config)
+    again.set_backend(MegatronBackend(again), made.engine_config, made.model_config)
     with mock.patch.object(MegatronEngine, "initialize", lambda self: None):
         again.initialize()
     return again

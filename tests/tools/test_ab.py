@@ -509,6 +509,18 @@ def test_the_truth_has_an_attention_of_any_precision_that_computes_the_model(bui
     assert built("stock", family).model_config.hf_config._attn_implementation == "flash_attention_2"
 
 
+def test_options_of_the_recorded_run_are_the_arms(built):
+    model = {"target_parameters": ["experts.up"], "enable_activation_offload": True}
+    for name, offloads in (("stock", True), ("truth", False)):
+        config = built(name, model=model).model_config
+        assert config.target_parameters == ["experts.up"] and config.enable_activation_offload == offloads
+    chosen = {"exchange": "off", "keep_attention": "off", "trees": "batch", "skip_zero_advantage": True}
+    for name in ("packed", "phased"):
+        prefix = built(name, **chosen).engine_config.prefix
+        assert (prefix.exchange, prefix.keep_attention, prefix.trees) == ("off", "off", "batch")
+        assert not prefix.skip_zero_advantage, "the log-probs of all rows are compared"
+
+
 @pytest.mark.parametrize(
     ("name", "together", "longest"), [("stock", 1, 90), ("stock", 2, 160), ("packed", 1, 90), ("stock_repacked", 1, 90)]
 )

@@ -95,7 +95,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
     _backend_class: type[FSDPBackend] = FSDPBackend
 
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
-        self.prefix_config, unfused = engine_config.prefix, False
+        self.prefix_config, unfused, verls_model_config = engine_config.prefix, False, model_config
         check_replayed(engine_config, FSDP2, model_config.hf_config)
         if self.prefix_config.schedule != "stock":
             model = "critic.model" if engine_config.of_critic else "actor_rollout_ref.model"
@@ -104,13 +104,13 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
             check_in_worker(model_config, key, engine_config.ulysses_sequence_parallel_size, model)
             # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head. Its offload
             # counts forwards of layers, and would replace gradient checkpointing by a reentrant one.
-            unfused, model_config = bool(model_config.use_fused_kernels), copy.copy(model_config)
-            vars(model_config).update(use_fused_kernels=False, enable_activation_offload=False)
-        # The base class branches on its own strategy names (_build_fsdp_module); the caller's config stays as it is.
+            unfused, verls_model_config = bool(model_config.use_fused_kernels), copy.copy(model_config)
+            vars(verls_model_config).update(use_fused_kernels=False, enable_activation_offload=False)
+        # The base class branches on its own strategy names (_build_fsdp_module); the caller's configs stay as they are.
         verls_config = copy.copy(engine_config)
         verls_config.strategy = "fsdp2"
-        super().__init__(model_config, verls_config, optimizer_config, checkpoint_config)
-        self.set_backend(self._backend_class(self, unfused), engine_config)
+        super().__init__(verls_model_config, verls_config, optimizer_config, checkpoint_config)
+        self.set_backend(self._backend_class(self, unfused), engine_config, model_config)
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()

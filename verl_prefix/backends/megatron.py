@@ -293,7 +293,7 @@ class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
             verls_config = copy.copy(engine_config)  # the caller's stays as it is
             object.__setattr__(verls_config, "use_fused_kernels", False)  # they make log-probs of all tokens
         super().__init__(model_config, verls_config, optimizer_config, checkpoint_config)
-        self.set_backend(MegatronBackend(self), engine_config)
+        self.set_backend(MegatronBackend(self), engine_config, model_config)
 
 
 EngineRegistry.register(model_type="language_model", backend="prefix_megatron", device="cuda")(PrefixMegatronEngine)

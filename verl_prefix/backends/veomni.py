@@ -80,7 +80,7 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
             check_in_worker(model_config, key, engine_config.ulysses_parallel_size)
             check_built(model_config.hf_config, engine_config, model_config.local_path)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        self.set_backend(VeOmniBackend(self), engine_config)
+        self.set_backend(VeOmniBackend(self), engine_config, model_config)
 
     def _maybe_apply_async_activation_offload(self, module: torch.nn.Module) -> None:
         """Also freezes the vision tower. verl calls nothing else with the model before it shards it."""

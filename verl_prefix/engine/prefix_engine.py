@@ -85,17 +85,17 @@ class PrefixEngine:
 
     _computes_ref = False  # by the actor without its adapters
 
-    def set_backend(self, backend: Backend, engine_config: Any) -> None:
-        """Ends the constructor, once verl's engine is made by `engine_config`. What needs the model follows in
-        `initialize`."""
+    def set_backend(self, backend: Backend, engine_config: Any, model_config: Any) -> None:
+        """Ends the constructor, once verl's engine is made by these configs, or by copies of them. What needs the model
+        follows in `initialize`."""
         self.backend = backend
         self._new_runner = functools.partial(backend.new_runner, kernel=self.prefix_config.attention)
         self._role = role_of(engine_config)
         self._verification = Verification(backend, self.prefix_config, self.run_plan)
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
         if self.prefix_config.trace_dir and backend.trains:
-            ranks = backend.ranks
-            self._trace = open_trace(self.prefix_config, ranks.data_rank, ranks.data_size, ranks.writes, self)
+            ranks, options = backend.ranks, self.prefix_config
+            self._trace = open_trace(options, ranks.data_rank, ranks.data_size, ranks.writes, self, model_config)
 
     def initialize(self) -> None:
         """Builds verl's engine, and what needs its model."""

@@ -37,14 +37,17 @@ OPTIONAL = (
 
 
 class TraceError(ValueError):
-    """The trace cannot be read or written; the message names the file and what is wrong with it."""
+    """The trace cannot be read or written; the message names the file or option, and what is wrong with it."""
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context that reads `path`: whatever is wrong with it is one error, which names it."""
+    """Context that reads `path`: whatever is wrong with it is one error, which names it. A `TraceError` within says
+    itself what to do."""
     try:
         yield
+    except TraceError:
+        raise
     except (
         OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, SafetensorError
     ) as error:  # fmt: skip
@@ -92,6 +95,18 @@ def model_fingerprint(path: str | Path) -> str | None:
             weights.seek(max(0, size - 2**20))
             digest.update(weights.read(2**20))
     return digest.hexdigest()
+
+
+def check_model_is_whole(model: dict[str, Any]) -> None:
+    """Raises TraceError where a manifest's model has weights or a config outside of its folder, which alone a replay
+    reads. The folder has a fingerprint; and an adapter's config may name modules to import."""
+    for key in ("lora_adapter_path", "hf_config_path"):
+        if model.get(key) not in (None, model["path"]):
+            raise TraceError(
+                f"a trace cannot hold actor_rollout_ref.model.{key}={model[key]}, since a replay reads model.path "
+                f"alone; record a run without {key}, or leave out trace_dir and compare whole runs with `verl-prefix "
+                "ab --runs STOCK OURS`"
+            )
 
 
 def step_path(folder: Path, rank: int, step: int) -> Path:

@@ -25,6 +25,7 @@ from verl_prefix.trace import (
     PACKAGES,
     SCHEMA,
     TraceError,
+    check_model_is_whole,
     model_fingerprint,
     plain,
     step_path,
@@ -151,20 +152,23 @@ class TraceWriter:
         _write_json(path, {"uids": uids, "flags": flags})
 
 
-def open_trace(options: PrefixConfig, rank: int, world_size: int, writes: bool, engine: Any) -> TraceWriter:
+def open_trace(
+    options: PrefixConfig, rank: int, world_size: int, writes: bool, engine: Any, model_config: Any
+) -> TraceWriter:
     """The writer that `prefix.trace_dir` asks for.
 
     Args:
-        rank, world_size, writes: of `TraceWriter`. engine: verl's, which knows the configs.
+        rank, world_size, writes: of `TraceWriter`. engine: verl's, which knows the other configs.
+        model_config: the user's. The engine may have another one.
     """
     assert options.trace_dir is not None
 
     def describe() -> dict[str, Any]:
-        model = engine.model_config
-        local_path = model.local_path or model.path
+        model = {name: value for name, value in plain(model_config).items() if name != "hf_config"}
+        check_model_is_whole(model)
+        fingerprint = model_fingerprint(model_config.local_path or model_config.path)
         return {
-            "model": {name: value for name, value in plain(model).items() if name != "hf_config"}
-            | {"revision": model.hf_config._commit_hash, "fingerprint": model_fingerprint(local_path)},
+            "model": model | {"revision": model_config.hf_config._commit_hash, "fingerprint": fingerprint},
             "engine": plain(engine.engine_config),
             "optimizer": plain(engine.optimizer_config),
         }

@@ -36,10 +36,11 @@ from verl_prefix.tools.memory import RESET_PEAK, memory_mib, reset_peak_mib
 from verl_prefix.trace import MANIFEST, StepRows
 
 VERLS = (STOCK, REPACKED, TRUTH)  # arms that are verl's engine
-# Not trust_remote_code: a trace is data, and must not bring code along.
+# Not trust_remote_code: a trace is data, and must not bring code along. For the same reason paths are not here.
 MODEL_KEYS = (
     "use_remove_padding", "override_config", "enable_gradient_checkpointing", "enable_activation_offload",
-    "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "load_tokenizer",
+    "lora_rank", "lora_alpha", "target_modules", "target_parameters", "exclude_modules",
+    "load_tokenizer",
 )  # fmt: skip
 
 
@@ -120,11 +121,14 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
         engine["mixed_precision"] = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
         dense = dense_attention(read_hf_config({"path": manifest["model"]["path"]}))
         model["override_config"] = (model.get("override_config") or {}) | {"attn_implementation": dense}
+        model["enable_activation_offload"] = False  # verl's is right under gradient checkpointing alone
     if name in VERLS:
         engine_config = FSDPEngineConfig(**engine)
     else:
         recorded = manifest["engine"].get("prefix") or {}
-        kept = ("logits_chunk", "attention", "trees", *(() if name == "packed" else ("wave_tokens",)))
+        # Not skip_zero_advantage: log-probs of all rows are compared.
+        kept = ["logits_chunk", "attention", "trees", "exchange", "keep_attention"]
+        kept += [] if name == "packed" else ["wave_tokens"]
         # min_speedup 0: to compare stock with stock would hold, and say nothing.
         options = {key: recorded[key] for key in kept if key in recorded} | {"min_speedup": 0}
         # Off: this replay is the check, and a wrong engine is to be measured, not stopped.

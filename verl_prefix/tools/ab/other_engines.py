@@ -6,24 +6,31 @@ from typing import Any
 
 import torch
 
-from verl_prefix.trace import MANIFEST
+from verl_prefix.trace import MANIFEST, TraceError
 
 
 def of_fsdp2(manifest: dict[str, Any]) -> dict[str, Any]:
     """The manifest, or that of a run on another engine with the options of FSDP2 that mean the same.
 
     Raises:
-        ValueError: the run had an optimizer that FSDP2's does not have.
+        TraceError: the run had an optimizer that FSDP2's does not have.
     """
     if "tensor_model_parallel_size" in manifest["engine"]:
         return _of_megatron(manifest)
     return _of_veomni(manifest) if "expert_parallel_size" in manifest["engine"] else manifest
 
 
+def _other_optimizer(name: object, engine: str) -> TraceError:
+    return TraceError(
+        f"{MANIFEST} has actor.optim.optimizer={name} of {engine}, and a replay has AdamW alone; compare whole runs "
+        "with `verl-prefix ab --runs STOCK OURS`"
+    )
+
+
 def _of_veomni(manifest: dict[str, Any]) -> dict[str, Any]:
     veomni, optimizer = manifest["engine"], dict(manifest["optimizer"])
     if (name := optimizer.pop("optimizer", "adamw")) != "adamw":
-        raise ValueError(f"{MANIFEST} has actor.optim.optimizer={name} of VeOmni, and a replay has adamw alone")
+        raise _other_optimizer(name, "VeOmni")
     attention = re.sub("^veomni_(.*)_with_sp$", r"\1", veomni["attn_implementation"])
     override = (manifest["model"].get("override_config") or {}) | {"attn_implementation": attention}
     kept = "fp32" if veomni["mixed_precision"] else "bf16"  # weights and gradients
@@ -40,7 +47,7 @@ def _of_megatron(manifest: dict[str, Any]) -> dict[str, Any]:
     FSDP2's engine has not is left out: a replay takes single steps."""
     megatron, optimizer = manifest["engine"], dict(manifest["optimizer"])
     if (name := optimizer.pop("optimizer", "adam")) != "adam":
-        raise ValueError(f"{MANIFEST} has actor.optim.optimizer={name} of Megatron, and a replay has AdamW alone")
+        raise _other_optimizer(name, "Megatron")
     optimizer.pop("override_optimizer_config", None)  # where mcore's optimizer lies, and its kernels
     ddp = megatron.get("override_ddp_config") or {}
     reduce_dtype = "fp32" if ddp.get("grad_reduce_in_fp32", True) else "bf16"

@@ -11,7 +11,16 @@ from verl_prefix.config.model import dense_attention, read_hf_config
 from verl_prefix.tools.ab.arm import check_manifest, precision
 from verl_prefix.tools.ab.options import MADE_UP_STEPS, Options
 from verl_prefix.tools.ab.other_engines import of_fsdp2
-from verl_prefix.trace import MANIFEST, StepRows, Trace, join_rows, model_fingerprint, plain, reading
+from verl_prefix.trace import (
+    MANIFEST,
+    StepRows,
+    Trace,
+    check_model_is_whole,
+    join_rows,
+    model_fingerprint,
+    plain,
+    reading,
+)
 
 # Modules that a trace may name as optimizer_impl: verl imports what stands there.
 OPTIMIZERS = ("torch.optim", "torchao.optim", "bitsandbytes.optim")
@@ -44,6 +53,7 @@ class Source:
                 raise ValueError(f"--ranks {self.ranks} does not divide the trace's {recorded} ranks")
             with reading(self.trace.folder / MANIFEST):
                 model = str(model or self.manifest["model"]["local_path"] or self.manifest["model"]["path"])
+                check_model_is_whole(self.manifest["model"])
                 self.manifest = of_fsdp2(self.manifest)
             check_manifest(self.manifest)
             self.trace.check_model(model)
