@@ -23,9 +23,9 @@ def undrawn(request, monkeypatch):
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **_: path.touch())
 
 
-def write(path, steps: dict[int, dict]) -> str:
+def write(path, steps: dict[int, dict], every: dict = STEP) -> str:
     lines = [{"step": 0, "data": {"val/score": 0.1}}]  # validation alone is no training step
-    lines += [{"step": step, "data": STEP | values} for step, values in steps.items()]
+    lines += [{"step": step, "data": every | values} for step, values in steps.items()]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
@@ -124,6 +124,21 @@ def test_several_updates_in_the_first_step_are_not_judged(tmp_path, capsys):
     paths = [write(tmp_path / f"{name}.jsonl", {1: {"actor/ppo_kl": kl, "actor/grad_norm": norm}})
              for name, kl, norm in (("a", 1e-8, 1.5), ("b", math.nan, 1.54))]  # fmt: skip
     assert cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out"), "--force"]) == 1
+
+
+@pytest.mark.parametrize(("norm", "code"), [(1.5, 3), (math.nan, 1), (None, 1)])
+def test_steps_that_warm_up_a_critic_have_no_gradient_norm_to_be_finite(tmp_path, capsys, norm, code):
+    """None: the second run has no norm, where the first one has. STEP's others are there, as verl logs entropy."""
+    waits = {name: value for name, value in STEP.items() if name not in ("actor/grad_norm", "actor/pg_loss")}
+    steps = {1: waits, 2: waits, 3: STEP}
+    runs_of = (steps, steps | {3: waits if norm is None else STEP | {"actor/grad_norm": norm}})
+    paths = [write(tmp_path / f"{name}.jsonl", run, {}) for name, run in zip("ab", runs_of, strict=True)]
+    assert cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out")]) == code
+    out = capsys.readouterr().out
+    assert ("FAILED: steps without a finite actor/grad_norm: 1.000e+00" in out) == (code == 1)
+    assert "No update was judged: the first step has none of the actor; set trainer.critic_warmup=0" in out
+    paths = [write(tmp_path / f"{name}.jsonl", {1: waits, 2: waits}, {}) for name in "ab"]
+    assert cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out"), "--force"]) == 1, "no update at all"
 
 
 def test_other_rollouts_are_not_judged_but_must_be_finite(tmp_path):

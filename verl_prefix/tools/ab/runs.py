@@ -22,13 +22,14 @@ SCHEMA = "verl_prefix.runs/2"
 # The runs sampled the same responses in step 1 if these agree, up to the order in which rewards are summed; then the
 # others must, within a relative tolerance. The floor keeps a loss that is zero but for rounding from counting.
 ROLLOUTS = ("response_length/mean", "prompt_length/mean", "critic/score/mean")
-JUDGED = ("actor/grad_norm", "actor/entropy", "actor/kl_loss", "actor/pg_loss")
+GRAD_NORM = "actor/grad_norm"  # of each step that updates the actor, which one of a critic's warm-up does not
+JUDGED = (GRAD_NORM, "actor/entropy", "actor/kl_loss", "actor/pg_loss")
 SAME, TOLERANCE, FLOOR = 1e-6, 1e-3, 1e-6
 # Of one update of the policy that sampled, this is 0 but for rounding; a second update moves it.
 OFF_POLICY, ROUNDING = "actor/ppo_kl", 1e-6
 CURVES = {  # metric: title and unit
     "critic/score/mean": ("Score", "mean score"),
-    "actor/grad_norm": ("Gradient norm", "L2 norm"),
+    GRAD_NORM: ("Gradient norm", "L2 norm"),
     "actor/entropy": ("Entropy", "nats"),
     "response_length/mean": ("Response length", "mean tokens"),
     "timing_s/update_actor": ("Update", "seconds"),
@@ -131,8 +132,9 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
         if any(name in values for values in first):  # a metric that one run lacks is none that agrees
             error = relative_difference(first[0].get(name), first[1].get(name))
             check(f"step {common[0]}: {name}", error, TOLERANCE)
-    bad = sum(not math.isfinite(run[step].get("actor/grad_norm", math.nan)) for run in runs for step in common)
-    check("steps without a finite actor/grad_norm", float(bad), 0.0)
+    updating = [step for step in common if any(GRAD_NORM in run[step] for run in runs)] or common
+    bad = sum(not math.isfinite(run[step].get(GRAD_NORM, math.nan)) for run in runs for step in updating)
+    check(f"steps without a finite {GRAD_NORM}", float(bad), 0.0)
     notes = [
         f"{Path(path).name} has {len(lonely)} more steps, {lonely[0]} to {lonely[-1]}; the other run has not"
         for path, run in zip(paths, runs, strict=True)
@@ -150,6 +152,7 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
         "timed_steps": timed,
         "notes": notes,
         "same_rollouts_in_first_step": same,
+        "update_in_first_step": any(GRAD_NORM in values for values in first),
         "one_update_in_first_step": one_update,
         "holds": all(row["holds"] for row in checked),
         "tolerances": checked,
@@ -183,9 +186,14 @@ def blocks(report: dict[str, Any]) -> list[str | Table]:
 
 
 def _unjudged(report: dict[str, Any]) -> str | None:
-    """The reason why nothing but finiteness is judged, or None."""
+    """The reason why no update is judged but for being finite, or None."""
     if not report["same_rollouts_in_first_step"]:
         return "Only finiteness was judged: the runs sampled different responses in their first step."
+    if not report["update_in_first_step"]:
+        return (
+            "No update was judged: the first step has none of the actor; set trainer.critic_warmup=0 in both runs to "
+            "compare it."
+        )
     if not report["one_update_in_first_step"]:
         return (
             f"Only finiteness was judged: the first step has several updates ({OFF_POLICY} is not 0), and prompts come "
