@@ -216,7 +216,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
 
 def compare(paths: list[str], output: Path) -> int:
     """The command; returns its exit code: 0 only if every tolerance holds, 3 if there was nothing to judge: different
-    responses from the start, or several updates in the first step.
+    responses from the start, or no update in the first step, or several.
 
     Raises:
         ValueError: a run cannot be read.
