@@ -62,7 +62,7 @@ def test_every_axis_has_a_unit_every_panel_data_and_a_title(
     check_colors(figure)
     if kind is bench:
         assert len(figure.axes) == (2 if found["config"]["memory"] else 1)
-        assert f"n = {found['config']['repeats']} rounds" in figure.axes[0].get_title()
+        assert f"medians of n = {found['config']['repeats']} rounds" in figure.axes[0].get_title()
         assert "FLOP ratio" in [text.get_text() for text in figure.legends[0].get_texts()]
     if kind is demo_report:
         counts = [f"n = {len(row['ratios'])}" for row in found["ratios"].values()]
@@ -108,6 +108,9 @@ def test_titles_say_what_the_report_says(drawn: list[Figure]) -> None:
     assert "packed is 1.3 to 4.9 times as fast" in _titles(bench.draw, report, drawn)[0]
     report["rows"][3]["arms"]["packed"]["speedup"] = 0.5
     assert "packed is 0.5 to 4.9 times as fast" in _titles(bench.draw, report, drawn)[0]
+    report["rows"][3]["arms"]["packed"]["seconds"]["update"] *= 7  # a quick row has more rounds
+    report["rows"][0]["arms"]["packed"] = {"failed": "no memory", "seconds": {"update": []}}
+    assert "medians of n = 2 to 14 rounds" in _titles(bench.draw, report, drawn)[0]
 
 
 def test_a_demo_shows_its_reward_what_is_equal_and_its_tokens(

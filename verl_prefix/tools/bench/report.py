@@ -175,7 +175,9 @@ def draw(report: dict[str, Any], path: Path) -> bool:
     x, ticks = "P/S/G: prefix tokens / response tokens of a row / rows", [_size(row) for row in rows]
     gains = [row["arms"]["packed"]["speedup"] for row in rows if row["arms"].get("packed", {}).get("speedup")]
     best = f"packed is {min(gains):.1f} to {max(gains):.1f} times as fast as stock" if gains else "speed-up over stock"
-    title = f"Update: {best}, medians of n = {report['config']['repeats']} rounds"
+    counts = {len(arm["seconds"]["update"]) for row in rows for arm in row["arms"].values() if arm.get("update")}
+    n = " to ".join(str(count) for count in sorted({min(counts), max(counts)})) if counts else "0"
+    title = f"Update: {best}, medians of n = {n} rounds"
     panels = [
         Bars(title, "times stock", x, ticks, values("speedup"), lines=("FLOP ratio", values("ceiling"))),
         Bars("Memory that an update adds at its peak", "MiB", x, ticks, values("added_peak_mib")),
