@@ -35,6 +35,7 @@ from verl_prefix.tools.plan import compose, options, predict, report, turns, ver
 from verl_prefix.tools.plan.options import Options
 from verl_prefix.tools.plan.predict import Sizes
 from verl_prefix.tools.plan.training_command import Prompt
+from verl_prefix.tools.plan.turns import LEVELS
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +291,18 @@ def test_what_does_not_fit_is_changed_until_it_does(folder):
     assert again["fits"] and again["needed_gib"] == found["change"]["needed_gib"] < 0.99 * needed
     small = plan_on(words, gpu="h100,capacity=1000")
     assert small["change"] is None and small["advice"] == "No change that was tried fits: use more GPUs"
+
+
+@pytest.mark.parametrize(
+    ("trees", "turns", "told"), [("uid", 0.0, ["batch"]), ("off", 0.0, ["batch"]), ("batch", 0.0, ["off"]),
+                                 ("uid", 2.0, ["off", "batch"])]
+)  # fmt: skip
+def test_a_value_of_trees_that_changes_nothing_is_not_tried(folder, trees, turns, told):
+    config = compose.compose_config("ppo_trainer", overrides(folder, f"{PREFIX}.trees={trees}"))
+    rows = SimpleNamespace(steps=[SimpleNamespace(size=work.sizes(config))], turns=turns, priced=8)
+    levels = LEVELS if turns else LEVELS[::2]
+    tried = [change[0] for change in verdict._changes(config, rows, levels, fits=False)]
+    assert [x for x in tried if "prefix.trees=" in x] == [f"{PREFIX}.trees={level}" for level in told]
 
 
 def test_a_config_of_the_users_own_composes(folder, tmp_path):

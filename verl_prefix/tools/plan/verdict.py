@@ -174,7 +174,9 @@ def _changes(config: Any, work: Work, trees: Iterable[str], fits: bool) -> Itera
     for key, value in {"schedule": "auto", "exchange": "auto", "wave_tokens": "null"}.items():
         if str(actor.prefix[key]) not in (value, "None"):
             yield [f"{ACTOR}.prefix.{key}={value}"]
-    yield from ([f"{ACTOR}.prefix.trees={level}"] for level in trees if level != actor.prefix.trees)
+    now = actor.prefix.trees
+    same = (now,) if work.turns or now == "batch" else ("off", "uid")  # which without turns share the same
+    yield from ([f"{ACTOR}.prefix.trees={level}"] for level in trees if level not in same)
     # verl's own path, which a batch may take, wants tokens of the longest row, and rows that divide a mini-batch's.
     if actor.use_dynamic_bsz and (tokens := actor.ppo_max_token_len_per_gpu):
         tokens = 2 * tokens if fits else tokens // 2
