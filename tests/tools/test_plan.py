@@ -412,6 +412,19 @@ def test_a_step_has_no_rollout_where_that_is_apart_and_no_old_log_probs_in_bypas
         assert gain(False, **apart) == pytest.approx(5 / 2) and gain(True, **apart) == pytest.approx(4)
 
 
+def test_in_bypass_mode_updates_are_decided_alone(folder):
+    """Old log-probs would share prompts that mini-batches tear."""
+    words = "trainer.v1.trainer_mode=sync", f"{PREFIX}.min_speedup=3.8"
+    follows, alone = (
+        build(folder, *words, f"algorithm.rollout_correction.bypass_mode={bypass}", responses=None)
+        for bypass in (False, True)
+    )
+    assert follows["speedup"]["old"] == alone["speedup"]["old"] > 3.8
+    assert follows["worth_it"] and 1 < follows["speedup"]["update"] < 3.8
+    assert not alone["worth_it"] and alone["speedup"]["update"] == 1
+    assert alone["verdict"].endswith("x, and auto shares from 3.8x on")
+
+
 def test_prompts_torn_by_the_legacy_trainer_are_told_what_keeps_them(folder):
     legacy = "trainer.use_v1=false", "trainer.v1.trainer_mode=sync"
     torn, whole = (

@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
+from verl_prefix.config.driver import BYPASS
 from verl_prefix.config.engines import CRITIC, slices_of
 from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.compose import Asked, check_batch
@@ -40,15 +41,15 @@ from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 def _predictions(config: Any, work: Work, model: Model) -> tuple[Predictor, dict[str, Predictor], Price]:
     """Predicted of the command as it is, by each value of prefix.trees, and a function that predicts it with more
     overrides."""
-    roles = config.actor_rollout_ref
+    roles, bypass = config.actor_rollout_ref, bool(OmegaConf.select(config, BYPASS))
     over = roles.actor.prefix.trees
 
     def price(*overrides: str) -> Predictor:
         other: Any = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides))) if overrides else config
-        return predict(other.actor_rollout_ref, steps_of(work, other, sizes(other)), model)
+        return predict(other.actor_rollout_ref, steps_of(work, other, sizes(other)), model, bypass)
 
     trees = {
-        level: predict(roles, [replace(work.with_tokens, over=level)], model)
+        level: predict(roles, [replace(work.with_tokens, over=level)], model, bypass)
         for level in (LEVELS if work.turns else LEVELS[::2])
         if work.with_tokens is not None
     }

@@ -160,7 +160,8 @@ class Predictor:
         bubbles: {path: the part of an update that stages of a pipeline wait, on the worst rank}.
         bins, logical, packed, phased: groups per rank and mini-batch; tokens; groups of the path in use.
         computed: {pass: tokens that the path in use computes}. resident_gib: what lasts from pass to pass, per rank.
-        decisions: of `schedule=auto`, on the log-probs of every training step, which its updates follow.
+        decisions: of `schedule=auto`, on the old log-probs of every training step, which its updates follow; in bypass
+            mode, where there are none, on its updates.
         first: groups of the first mini-batch on the rank where it costs stock most; shown: what their prompts show.
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
@@ -244,8 +245,6 @@ class Predictor:
         for (batch, _), plan in zip(batches, plans[self.schedule], strict=True):
             logical = sum(group.num_logical_tokens for group in batch.groups)
             self.computed[name] += logical if plan is None else plan.num_physical_tokens
-        if name == "old":
-            self.decisions.append(decision)
         if update:
             self._count(batches, plans, stock)
         return decision
@@ -285,20 +284,23 @@ def drawn_steps(
     return steps
 
 
-def predict(config: Any, steps: Sequence[Step], model: Model) -> Predictor:
-    """The `Predictor` after some training steps. config: `actor_rollout_ref`."""
+def predict(config: Any, steps: Sequence[Step], model: Model, bypass: bool = False) -> Predictor:
+    """The `Predictor` after some training steps. config: `actor_rollout_ref`. bypass: there are no old log-probs, which
+    are priced all the same."""
     predictor = Predictor(config, steps[0].size, model)
     for step in steps:
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]
         groups = step.groups(whole)
-        log_probs = predictor.add("old", step.batches(groups, "old"))
+        old = predictor.add("old", step.batches(groups, "old"))
         if not step.size.ref_in_actor and (of_ref := step.dealt_to_ref(whole)) != whole:
             groups = step.groups(of_ref)
         predictor.add("ref", step.batches(groups, "ref"), ref_engine=not step.size.ref_in_actor)
         for k in range(step.size.mini_batches):
             groups = step.groups([rank[k] for rank in dealt], step.dead)
-            predictor.add("update", step.batches(groups, "update"), log_probs)
+            update = predictor.add("update", step.batches(groups, "update"), None if bypass else old)
+            predictor.decisions += [update] * bypass
+        predictor.decisions += [old] * (not bypass)
         if not predictor.shown:
             rows = [group.rows[0] for group in predictor.first]
             predictor.shown = [step.grids[row] if step.grids else () for row in rows]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 
-from verl_prefix.config.driver import is_v1
+from verl_prefix.config.driver import BYPASS, is_v1
 from verl_prefix.config.engines import FSDP2, engine_of
 from verl_prefix.tools.plan.compose import Asked
 from verl_prefix.tools.plan.predict import Predictor
@@ -61,7 +61,7 @@ def step_gain(config: Any, predicted: Predictor, parts: dict[str, float], critic
     gains = predicted.gains[path_of(predicted)] | {"values": 1.0, "critic": 1.0}
     gains |= critic_gains(critic, critic.schedule) if critic else {}
     if not parts:
-        bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
+        bypass = OmegaConf.select(config, BYPASS)
         passes = ["update", *(["old"] if not bypass else []), *(["ref"] if need_reference_policy(config) else [])]
         stock, ours = (sum(predicted.seconds[path][x] for x in passes) for path in ("stock", path_of(predicted)))
         if critic:
