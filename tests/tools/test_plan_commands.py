@@ -496,6 +496,26 @@ def test_train_files_are_json_too(data):
         ("--dead-groups 0.4", "--dead-groups 0.4: they are computed without actor_rollout_ref.actor.prefix.skip_zero"),
         (f"--dead-groups 0.95 {PREFIX}.skip_zero_advantage=true", "leaves nothing of 8 prompts to update by; write"),
         ("--dead-groups 0.4 --turns 4 --thinking 5 --say 5 --tool 5", "--dead-groups is of groups that share whole"),
+        (
+            f"--simulate {ACTOR}.fsdp_config.offload_policy=True",
+            f"--simulate knows no {ACTOR}.fsdp_config.offload_policy=True, with which less of the weights",
+        ),
+        (
+            f"--simulate model_engine=veomni {ACTOR}.veomni.enable_fsdp_offload=True",
+            f"--simulate knows no {ACTOR}.veomni.enable_fsdp_offload=True",
+        ),
+        (
+            f"--simulate model_engine=megatron +{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True",
+            f"--simulate knows no {ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True",
+        ),
+        (
+            f"--simulate model_engine=megatron {ACTOR}.optim.use_precision_aware_optimizer=True",
+            "use_precision_aware_optimizer=True, with which less of the weights, gradients or moments is on the device",
+        ),
+        (
+            f"--simulate model_engine=megatron +{ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=False",
+            "grad_reduce_in_fp32=False, with which less of the weights, gradients or moments is on the device; leave",
+        ),
         ("--simulate --fit 75 --turns 4 --thinking 5 --say 5 --tool 5", "--fit searches rows of one prompt, and these"),
         ("actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read"),
         ("actor_rollout_ref.model.path=DATA/no_tokenizer", "no_tokenizer cannot be read here (it has no tokenizer)"),

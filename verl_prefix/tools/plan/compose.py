@@ -37,6 +37,15 @@ from verl_prefix.tools.plan.options import (
 )
 
 LARGEST = 2**31 - 1  # which verl's tensors of token counts hold
+# Keys of actor_rollout_ref.actor that say where weights, gradients and moments are in an update, and in which dtype:
+# the values that --simulate takes them to have.
+SIMULATED = {
+    "fsdp_config.offload_policy": False,
+    "veomni.enable_fsdp_offload": False,
+    "optim.override_optimizer_config.optimizer_cpu_offload": False,
+    "optim.use_precision_aware_optimizer": False,
+    "megatron.override_ddp_config.grad_reduce_in_fp32": True,
+}
 
 
 def compose_config(config_name: str, words: list[str], config_path: str = CONFIG_PATH) -> DictConfig:
@@ -199,6 +208,16 @@ def check_batch(config: DictConfig, several_turns: bool) -> None:
         )
 
 
+def check_simulated(config: DictConfig) -> None:
+    """Raises PlanError where less of the weights, gradients and moments is on the device than --simulate has there."""
+    for key, simulated in SIMULATED.items():
+        if (value := OmegaConf.select(config.actor_rollout_ref.actor, key)) not in (None, simulated):
+            raise PlanError(
+                f"--simulate knows no actor_rollout_ref.actor.{key}={value}, with which less of the weights, gradients "
+                "or moments is on the device; leave --simulate out: the plan itself counts them by this key"
+            )
+
+
 def check_model_paths(config: DictConfig, needs_tokenizer: bool) -> None:
     """Raises PlanError where the model's path is absolute, and nothing is there, or a folder has no tokenizer that is
     needed; a relative path may be a hub's name. Where the hub cannot be reached only what is cached is looked for: a
@@ -315,6 +334,8 @@ def read_command(options: Options) -> Asked:
     options.check_lengths(config.data.max_prompt_length, config.data.max_response_length)
     rollouts = read_dumps(options.response_lengths) if options.response_lengths and options.has_dump else []
     check_batch(config, several_turns=bool(options.session or rollouts))
+    if options.simulate:
+        check_simulated(config)
     messages = None if rollouts or options.prompt_lengths else read_messages(config)
     check_model_paths(config, needs_tokenizer=bool(messages or rollouts))
     return Asked(options, config, model_engine(name, options.overrides, folder), messages, rollouts)

@@ -24,9 +24,9 @@ ARMS = (
 )  # fmt: skip
 NOT_MODELLED = (
     "fragmentation of the allocator, workspaces of NCCL and cuBLAS, kernels that slow each other down, vLLM's share of "
-    "the device, the reference model, rollout and reward; experts that get more tokens than others; a recurrent layer's"
-    " steps from chunk to chunk (its kernels, flash-linear-attention's and causal_conv1d's, take what a roofline says, "
-    "which no GPU has measured here)"
+    "the device, the reference model, rollout and reward; what param_offload and optimizer_offload move between passes;"
+    " experts that get more tokens than others; a recurrent layer's steps from chunk to chunk (its kernels, "
+    "flash-linear-attention's and causal_conv1d's, take what a roofline says, which no GPU has measured here)"
 )
 _LOG_PROBS = "log_probs/"
 
