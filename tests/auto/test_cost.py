@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from verl_prefix.auto import calibration, chooser, cost, cost_model, shape
 from verl_prefix.auto.cost import PassCost, Rates
+from verl_prefix.auto.megatron import State
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.packed_row import PackedRow
@@ -440,7 +441,7 @@ def make_predictor():
     sequences = {"ulysses_sequence_parallel_size": 1}
     actor = {"prefix": prefix, "fsdp_config": sequences} | sequences
     config = OmegaConf.create({"actor": actor, "model": {"enable_gradient_checkpointing": False}})
-    return Predictor(config, Sizes(1, 1, 1, 2, {}), Model(None, SHAPE, 0, None, None))
+    return Predictor(config, Sizes(1, 1, 1, 2, {}), Model(None, SHAPE, State(0, 0, 0), None, None))
 
 
 def test_plan_decides_on_ref_as_the_engine_that_computes_it():

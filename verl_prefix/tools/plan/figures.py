@@ -116,7 +116,7 @@ def figures(asked: Asked) -> dict[str, Any]:
     if options.simulate:
         simulation = _simulated(asked, size, now, model)
         path = "phased" + "+offload" * config.actor_rollout_ref.actor.prefix.offload if now.phased else "packed"
-        needed = simulation["arms"][path]["peak_gib"] + (critic.resident_gib if critic else 0)
+        needed = needed_gib(now, critic, simulation["arms"][path]["peak_gib"])
     return {
         **judge(asked, work, now, trees, price, limit=limit, needed=needed, critic=critic),
         "unsupported": [],

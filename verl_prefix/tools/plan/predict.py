@@ -16,9 +16,10 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from verl_prefix.auto.chooser import Candidates, Decision, Workload, decide
 from verl_prefix.auto.cost import PassCost, peak_bytes
 from verl_prefix.auto.cost_model import CostModel
+from verl_prefix.auto.megatron import State
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.config.engines import attention_of
+from verl_prefix.config.engines import attention_of, engine_of
 from verl_prefix.config.model import is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import Plan
@@ -159,7 +160,8 @@ class Predictor:
         seconds: {path: {pass: total}}, at rates that count FLOPs. peaks: {path: bytes that an update adds}.
         bubbles: {path: the part of an update that stages of a pipeline wait, on the worst rank}.
         bins, logical, packed, phased: groups per rank and mini-batch; tokens; groups of the path in use.
-        computed: {pass: tokens that the path in use computes}. resident_gib: what lasts from pass to pass, per rank.
+        computed: {pass: tokens that the path in use computes}. resident_gib: of a rank, weights, gradients and moments
+            in an update; idle_gib: of these, what stays on the device when the engine's turn is over.
         decisions: of `schedule=auto`, on the old log-probs of every training step, which its updates follow; in bypass
             mode, where there are none, on its updates.
         first: groups of the first mini-batch on the rank where it costs stock most; shown: what their prompts show.
@@ -178,10 +180,15 @@ class Predictor:
             return 0 if slices > 1 and model.spread else options.min_speedup
 
         # Over the ranks that share it: weights, gradients and AdamW's moments.
-        resident = model.state_bytes / self.memory.ranks
+        state = State(*(x / self.memory.ranks for x in model.state))
         if division := self.memory.division:
-            resident = sum(state_of_megatron(config, division, model.shape))
-        self.resident_gib = resident / 2**30
+            state = state_of_megatron(config, division, model.shape)
+        self.resident_gib = sum(state) / 2**30
+        # verl frees gradients behind an update, but for Megatron's buffers, which move with the weights.
+        section = config.actor[engine_of(config.actor).section]
+        weights = state.parameters + (state.gradients if division else 0)
+        idle = weights * (not section.get("param_offload")) + state.optimizer * (not section.get("optimizer_offload"))
+        self.idle_gib = idle / 2**30
         self.costs = CostModel(
             shape=model.shape, dense_mask=dense, wave_tokens=options.wave_tokens,
             min_speedup=min_speedup(size.slices), memory=self.memory, one_row=model.leak is not None,

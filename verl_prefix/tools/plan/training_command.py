@@ -26,6 +26,7 @@ from verl.utils.model import update_model_config
 from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from verl_prefix.auto.megatron import State
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import wrong_when_sharded
 from verl_prefix.config.driver import check_driver, has_critic, has_ref, is_v1
@@ -76,15 +77,15 @@ class Model(NamedTuple):
     """The command's model, shapes without weights.
 
     Attributes:
-        hf: Hugging Face's. shape: what it costs. state_bytes: see `state_bytes`; on Megatron's engine nothing counts,
-            since every rank has another part (`simulate.command.state_of_megatron`).
+        hf: Hugging Face's. shape: what it costs. state: see `state_of`; on Megatron's engine nothing counts, since
+            every rank has another part (`simulate.command.state_of_megatron`).
         leak: what is wrong with verl's own path where it packs rows (`recurrent.packing_leak`), or None.
         spread: the same where ranks share a row (`stock_path.wrong_when_sharded`).
     """
 
     hf: Any
     shape: ModelShape
-    state_bytes: int
+    state: State
     leak: str | None
     spread: str | None
 
@@ -101,12 +102,12 @@ def read_model(config: DictConfig, critic: bool = False) -> Model:
     if engine_of(roles.actor) is FSDP2:  # recurrent layers of others know where rows begin, and other ranks' tokens
         leak = packing_leak(hf) if roles.model.use_remove_padding else None
         spread = wrong_when_sharded(hf, attention_of(roles.actor, roles.model)[1])
-    return Model(hf, shape, state_bytes(roles, hf), leak, spread)
+    return Model(hf, shape, state_of(roles, hf), leak, spread)
 
 
-def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
-    """Bytes of weights and, of what is trained, gradients and AdamW's two moments, as verl's engine holds them: all in
-    one dtype. Under FSDP2's CPU offload they wait in host memory: 0.
+def state_of(roles: DictConfig, model: PreTrainedModel) -> State:
+    """Bytes of weights and, of what is trained, gradients and AdamW's two moments, as verl's engine holds them in an
+    update, on all ranks: all in one dtype. Under FSDP2's CPU offload they wait in host memory: 0.
 
     Args:
         roles: `actor_rollout_ref`. model: its model, shapes alone.
@@ -114,10 +115,10 @@ def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
     actor = roles.actor
     engine = engine_of(actor)
     if engine is MEGATRON:
-        return 0
+        return State(0, 0, 0)
     option = {FSDP2: "offload_policy", VEOMNI: "enable_fsdp_offload"}.get(engine)
     if option and actor[engine.section].get(option):
-        return 0
+        return State(0, 0, 0)
     size = dtypes(actor)[0].itemsize
     weights = trained = sum(p.numel() for p in model.parameters())
     if rank := roles.model.get("lora_rank", 0):  # without it verl's engine trains the whole model, whatever else is set
@@ -127,7 +128,7 @@ def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
         weights += trained
     elif roles.actor.get("freeze_vision_tower") and is_vision_config(model.config):
         trained -= sum(p.numel() for p in tower_of(model).parameters())
-    return size * (weights + 3 * trained)
+    return State(size * weights, size * trained, 2 * size * trained)
 
 
 def check_prefix(config: DictConfig) -> None:

@@ -37,11 +37,19 @@ def path_of(predicted: Predictor) -> str:
     return "auto" if predicted.schedule == "stock" else predicted.schedule
 
 
-def needed_gib(predicted: Predictor, critic: Predictor | None = None) -> float:
-    """What a rank needs at the peak of an update; with the critic's, which takes turns with it."""
-    both = [one for one in (predicted, critic) if one]
-    peaks = (one.peaks[one.schedule if one is critic else path_of(one)] for one in both)
-    return sum(one.resident_gib for one in both) + max(peaks) / 2**30
+def needed_gib(predicted: Predictor, critic: Predictor | None = None, simulated: float | None = None) -> float:
+    """What a rank needs at the peak of an update; with the critic's, which takes turns with it: of the engine whose
+    turn it is not, what it does not offload.
+
+    Args:
+        simulated: the peak of an update of the actor, where that is known better.
+    """
+    if simulated is None:
+        simulated = predicted.resident_gib + predicted.peaks[path_of(predicted)] / 2**30
+    if critic is None:
+        return simulated
+    of_critic = critic.resident_gib + critic.peaks[critic.schedule] / 2**30
+    return max(simulated + critic.idle_gib, of_critic + predicted.idle_gib)
 
 
 def critic_gains(critic: Predictor, path: str) -> dict[str, float]:
@@ -95,7 +103,7 @@ def judge(
     config, parts = asked.config, asked.options.parts
     fits, gained = needed <= limit, step_gain(config, now, parts, critic)
     worth = is_worth_it(now) and gained >= 1
-    changes = _gaining(config, work, now, trees, price, limit=limit, needed=needed)
+    changes = _gaining(config, work, now, trees, price, limit=limit, needed=needed, critic=critic)
     change = changes[0] if changes else None
     step = f"step {gained:.2g}x" if gained >= 1.1 else f"step {gained:.2f}x"
     if not parts and rollout_is_apart(config):
@@ -145,7 +153,7 @@ def _reason(work: Work, now: Predictor) -> str:
 
 def _gaining(
     config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price,
-    limit: float, needed: float,
+    limit: float, needed: float, critic: Predictor | None,
 ) -> list[Change]:  # fmt: skip
     """The changes that fit and gain, each alone, most first; where the command does not fit, all that do."""
     fits, changes = needed <= limit, list[Change]()
@@ -155,7 +163,7 @@ def _gaining(
         other = trees[level] if level else price(*overrides)
         stock = base.seconds["stock"]["update"]
         update, before = (stock / one.seconds[one.schedule]["update"] for one in (other, base))
-        gib = needed_gib(other) * needed / needed_gib(now)  # a simulation may have said more, or less
+        gib = needed_gib(other, critic) * needed / needed_gib(now, critic)  # a simulation may have said more, or less
         if gib <= limit and (update >= WORTH * before or not fits):
             changes.append(Change(overrides, update, before, gib))
     return sorted(changes, key=lambda one: one.instead_of / one.update)
