@@ -33,7 +33,7 @@ from verl_prefix.testing import write_tiny_model, write_tiny_vlm
 from verl_prefix.tools.plan import command as plan
 from verl_prefix.tools.plan import compose, options, predict, report, turns, verdict, work
 from verl_prefix.tools.plan.options import Options
-from verl_prefix.tools.plan.predict import Sizes
+from verl_prefix.tools.plan.predict import PADDING_TOKENS, Sizes
 from verl_prefix.tools.plan.training_command import Prompt
 from verl_prefix.tools.plan.turns import LEVELS
 
@@ -814,6 +814,28 @@ def test_a_critic_is_priced_by_its_own_model_and_counts_in_the_step(folder):
     assert 1 / verls["speedup"]["step"] - 1 / ours["speedup"]["step"] == pytest.approx(gained)
     assert ours["needed_gib"] > alone["needed_gib"] + 0.7 * critic["resident_gib"]
     assert "critic, resident" in str(report.blocks(ours)) and "critic" not in str(report.blocks(alone))
+
+
+@pytest.mark.parametrize(
+    "words", ["data.train_batch_size=6", "data.train_batch_size=3",
+              "data.train_batch_size=6 algorithm.adv_estimator=gae critic.ppo_mini_batch_size=2"]
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["prefix_sync", "sync"])
+def test_a_batch_that_is_no_multiple_of_a_mini_batch_is_padded_as_by_verl(folder, words, mode):
+    words = [*words.split(), f"critic.model.path={folder / 'model'}", f"trainer.v1.trainer_mode={mode}"]
+    found, config = build(folder, *words), compose.compose_config("ppo_trainer", overrides(folder, *words))
+    trainer = SimpleNamespace(config=config, use_critic="gae" in str(words), global_steps=1)
+    multiple = PPOTrainer._get_required_batch_multiple(trainer, dp_size=2)
+    rows, real = work.padded_rows(config), config.data.train_batch_size * 4
+    assert real < rows == real + -real % multiple and found["unsupported"] == []
+    assert found["updates"] == work.sizes(config).mini_batches == rows // 16
+    if critic := work.as_actor(config):
+        assert work.sizes(critic).mini_batches == rows // 8
+        assert found["critic"]["tokens"]["logical"] == found["tokens"]["logical"]
+    of_row = found["prompt_tokens"]["p50"] + 20 - 1  # nothing follows the last token
+    assert found["tokens"]["logical"] == real * of_row + (rows - real) * (PADDING_TOKENS - 1)
+    # The step by tokens is padded by another function.
+    assert found["trees"]["off"]["tokens"]["update"] == found["tokens"]["physical"]
 
 
 def test_an_engine_whose_turn_it_is_not_needs_what_it_does_not_offload(folder):

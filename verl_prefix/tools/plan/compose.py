@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl_prefix.search_path  # noqa: F401  on which model_engine=prefix is found
-from verl_prefix.config.engines import ENGINES, SWITCHES, copies_of, engine_named, engine_of, trains_adapters
+from verl_prefix.config.engines import ENGINES, MEGATRON, SWITCHES, copies_of, engine_named, engine_of, trains_adapters
 from verl_prefix.files import parse_json
 from verl_prefix.tools.plan.options import (
     CONFIG_NAME,
@@ -197,14 +197,27 @@ def data_ranks(config: DictConfig) -> int:
 
 
 def check_batch(config: DictConfig, several_turns: bool) -> None:
-    """Raises PlanError where the batch sizes do not divide; rows of several turns are padded, whatever they are."""
+    """Raises PlanError where the batch sizes do not divide. verl's v1 trainers fill up whole mini-batches with padding,
+    but for separate_async; rows of several turns are padded, whatever they are. Without dynamic batch sizes verl's
+    `validate_config` still wants rows for every GPU, or on Megatron's engine micro-batches for every rank."""
     roles, prompts, ranks = config.actor_rollout_ref, prompts_of_step(config), data_ranks(config)
-    mini, n = roles.actor.ppo_mini_batch_size, roles.rollout.n
-    if (prompts % mini and not several_turns) or mini * n % ranks:
+    actor, n = roles.actor, roles.rollout.n
+    mini, trainer = actor.ppo_mini_batch_size, config.trainer
+    is_v1 = bool(trainer.get("use_v1")) and "rollout" not in config
+    wrong = []
+    if prompts % mini and not several_turns and not (is_v1 and "separate_" not in trainer.v1.trainer_mode):
+        wrong.append("the batch a multiple of the mini-batch")
+    if mini * n % ranks:
+        wrong.append("mini-batch times n a multiple of the ranks")
+    if is_v1 and not actor.use_dynamic_bsz:
+        of_megatron = engine_of(actor) is MEGATRON and actor.ppo_micro_batch_size_per_gpu
+        unit = ranks * actor.ppo_micro_batch_size_per_gpu if of_megatron else trainer.n_gpus_per_node * trainer.nnodes
+        if prompts * n % unit:
+            wrong.append(f"the batch times n a multiple of {unit}, or set actor_rollout_ref.actor.use_dynamic_bsz=True")
+    if wrong:
         raise PlanError(
             f"{prompts} prompts a step (data.train_batch_size, or async_training.require_batches mini-batches), actor."
-            f"ppo_mini_batch_size={mini}, rollout.n={n}, {ranks} ranks: "
-            "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
+            f"ppo_mini_batch_size={mini}, rollout.n={n}, {ranks} ranks: make {', and '.join(wrong)}"
         )
 
 

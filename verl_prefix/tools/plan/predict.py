@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import torch
+from verl.trainer.ppo import padding_utils
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from verl_prefix.auto.chooser import Candidates, Decision, Workload, decide
@@ -28,6 +29,7 @@ from verl_prefix.tools.simulate.command import memory_of_engine, state_of_megatr
 from verl_prefix.trainer.mini_batches import fill_mini_batches
 
 SEED = 0
+PADDING_TOKENS = getattr(padding_utils, "SYNTHETIC_PADDING_SEQ_LEN", 2)  # of a row; 2 in verl's main branch
 NUM_STEPS, NUM_ROWS = 4, 4000  # training steps that are priced, fewer where they have as many rows
 PATHS = ("auto", "packed", "phased")
 PASSES = ("update", "old", "ref")
@@ -278,16 +280,19 @@ class Predictor:
 
 
 def drawn_steps(
-    size: Sizes, shape: ModelShape, prompts: list[Prompt], responses: Iterator[int], dead: float = 0.0
+    size: Sizes, shape: ModelShape, prompts: list[Prompt], responses: Iterator[int], padding: int, dead: float = 0.0
 ) -> list[Step]:
-    """Some training steps on prompts drawn from these, whose rows share whole prompts. dead: share of `Step.dead`."""
+    """Some training steps on prompts drawn from these, whose rows share whole prompts. padding: rows that fill each up.
+    dead: share of `Step.dead`."""
     draw, num_rows, steps = Random(SEED), size.prompts * size.rollouts, []
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]
         drawn = draw.choices(prompts, k=size.prompts)
         prefixes, suffixes = [drawn[i].tokens - 1 for i in keys], list(islice(responses, num_rows))
         left_out = frozenset(draw.sample(range(size.prompts), round(dead * size.prompts)) if dead else ())
-        steps.append(Step(size, shape, keys, prefixes, suffixes, [drawn[i].grids for i in keys], left_out))
+        grids = [*(drawn[i].grids for i in keys), *[()] * padding]
+        prefixes += [PADDING_TOKENS - 2] * padding
+        steps.append(Step(size, shape, [*keys, *[None] * padding], prefixes, suffixes + [1] * padding, grids, left_out))
     return steps
 
 

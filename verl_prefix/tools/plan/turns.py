@@ -12,7 +12,6 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from verl.trainer.ppo import padding_utils
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.auto.shape import ModelShape
@@ -24,13 +23,12 @@ from verl_prefix.engine.travel.row_table import RowTable, describe
 from verl_prefix.engine.travel.session_pieces import describe_pieces
 from verl_prefix.testing.rollouts import turn_rollouts
 from verl_prefix.tools.plan.options import Rollout, Turns
-from verl_prefix.tools.plan.predict import NUM_ROWS, SEED, Sizes, Step
+from verl_prefix.tools.plan.predict import NUM_ROWS, PADDING_TOKENS, SEED, Sizes, Step
 from verl_prefix.tools.plan.training_command import Prompt
 from verl_prefix.trainer.mini_batches import padded, whole_prompts
 
 LEVELS = ("off", "uid", "batch")  # of prefix.trees, by what they share
 VOCAB = 1 << 30  # tokens that do not agree by chance
-PADDING_TOKENS = getattr(padding_utils, "SYNTHETIC_PADDING_SEQ_LEN", 2)  # of a row; 2 in verl's main branch
 END = -1  # of a message, whatever the tokenizer ends it with
 
 

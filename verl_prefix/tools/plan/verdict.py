@@ -192,7 +192,7 @@ def _changes(config: Any, work: Work, trees: Iterable[str], fits: bool) -> Itera
             yield [f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}"]
     elif not actor.use_dynamic_bsz and (rows := actor.ppo_micro_batch_size_per_gpu):
         rows = 2 * rows if fits else rows // 2
-        if rows and size.prompts * size.rollouts // size.mini_batches % (size.ranks * rows) == 0:
+        if rows and actor.ppo_mini_batch_size * size.rollouts % (size.ranks * rows) == 0:
             yield [f"{ACTOR}.ppo_micro_batch_size_per_gpu={rows}"]
     if not fits:
         yield [f"{ACTOR}.prefix.schedule=phased", f"{ACTOR}.prefix.offload=true"]

@@ -114,7 +114,8 @@ def read_work(asked: Asked, size: Sizes, shape: ModelShape, tokenizer: Any, dump
             sample = list(islice(draws, 2000))
             whole = is_text and not options.dead_groups  # which the step by tokens does not leave out
             one = made_up(size, shape, prompts, ends, Turns(), again, mini_batch_rows) if whole else None
-            steps = drawn_steps(size, shape, prompts, draws, options.dead_groups)
+            padding = padded_rows(config) - size.prompts * size.rollouts
+            steps = drawn_steps(size, shape, prompts, draws, padding, options.dead_groups)
             lengths = [prompt.tokens for prompt in prompts]
             if options.dead_groups:
                 assumed.append(f"{options.dead_groups:.0%} of groups have no advantage, and updates leave them out")
@@ -133,11 +134,22 @@ def read_work(asked: Asked, size: Sizes, shape: ModelShape, tokenizer: Any, dump
     return Work([step], step, priced, lens, of_responses, overlong, len(real) / sessions, assumed)
 
 
+def padded_rows(config: Any) -> int:
+    """Rows of a step whose sessions have one, with the padding of verl's v1 trainers, which fill up mini-batches of
+    actor and critic (`_get_required_batch_multiple`)."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    rows = prompts_of_step(config) * rollout.n
+    if not is_v1(config):
+        return rows
+    mini_batches = [actor.ppo_mini_batch_size, *([config.critic.ppo_mini_batch_size] if has_critic(config) else [])]
+    return rows + -rows % math.lcm(data_ranks(config), *(mini * rollout.n for mini in mini_batches))
+
+
 def sizes(config: Any) -> Sizes:
     """The sizes of a training step, which `compose.check_batch` has let through."""
     roles = config.actor_rollout_ref
     actor, rollout = roles.actor, roles.rollout
-    prompts, mini = prompts_of_step(config), actor.ppo_mini_batch_size
+    prompts, mini_batches = prompts_of_step(config), padded_rows(config) // (actor.ppo_mini_batch_size * rollout.n)
     shared, shared_by_ref = (slices_of(role, roles[role])[1] for role in ("actor", "ref"))
     keys = micro_batches(config)
     ref_in_actor = keys["ref"][0].startswith("actor_rollout_ref.rollout.")
@@ -152,7 +164,7 @@ def sizes(config: Any) -> Sizes:
         whole = actor.use_prefix_grouper or not config.trainer.balance_batch
     exchange = actor.prefix.exchange != "off"
     return Sizes(
-        prompts, rollout.n, mini_batches=prompts // mini or 1, ranks=data_ranks(config), micro_batches=passes,
+        prompts, rollout.n, mini_batches=mini_batches or 1, ranks=data_ranks(config), micro_batches=passes,
         ref_in_actor=ref_in_actor, whole=whole, by_prompts=actor.prefix.mini_batches == "prompts", exchange=exchange,
         slices=shared, ref_slices=shared_by_ref, tensor_ranks=copies_of(actor) // shared,
     )  # fmt: skip
@@ -172,6 +184,7 @@ def as_actor(config: Any) -> Any | None:
     with open_dict(other):
         roles = other.actor_rollout_ref
         roles.model, roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size = model, engine, 1
+        other.critic.ppo_mini_batch_size = roles.actor.ppo_mini_batch_size  # the same rows fill both
         roles.actor.update(ours)
         roles.rollout.update({"log_prob_use_dynamic_bsz": True, "log_prob_max_token_len_per_gpu": tokens})
     return other
@@ -180,9 +193,8 @@ def as_actor(config: Any) -> Any | None:
 def counts_rows(config: Any, work: Work) -> bool:
     """True where a step makes more updates than its prompts are mini-batches: verl's are of rows."""
     mini, size = config.actor_rollout_ref.actor.ppo_mini_batch_size, work.steps[0].size
-    return (
-        is_v1(config) and not size.by_prompts and mini <= size.prompts and size.mini_batches > -(-work.priced // mini)
-    )
+    of_turns = bool(work.turns) and is_v1(config) and not size.by_prompts
+    return of_turns and mini <= size.prompts and size.mini_batches > -(-work.priced // mini)
 
 
 def steps_of(work: Work, config: Any, size: Sizes) -> Sequence[Step]:
