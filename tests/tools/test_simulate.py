@@ -567,7 +567,7 @@ def test_plan_simulates_a_command_and_says_that_nothing_fits(elsewhere, tmp_path
 
 @pytest.mark.more
 def test_plan_simulates_rows_of_turns(elsewhere, tmp_path):
-    """The rows of the costliest rank: four prompts of four sessions of three turns, half of what two ranks have."""
+    """Four prompts of four sessions of three turns: half of what two ranks have."""
     turns = ["--simulate", "--turns", "3", "--thinking", "20", "--say", "8", "--tool", "16"]
     words = [*turns, "--out", str(tmp_path / "plan.json"), *training_command(tmp_path)]
     code, out, err = elsewhere(planned, [*words, "actor_rollout_ref.actor.ppo_mini_batch_size=24"])

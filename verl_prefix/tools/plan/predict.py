@@ -166,7 +166,8 @@ class Predictor:
             in an update; idle_gib: of these, what stays on the device when the engine's turn is over.
         decisions: of `schedule=auto`, on the old log-probs of every training step, which its updates follow; in bypass
             mode, where there are none, on its updates.
-        first: groups of the first mini-batch on the rank where it costs stock most; shown: what their prompts show.
+        first: groups of the first mini-batch on the rank that has most tokens of rows after the exchange, without dead
+            groups; shown: what their prompts show.
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
 

@@ -160,7 +160,7 @@ def tables(simulation: dict[str, Any]) -> list[str | Table]:
     shared = f", of which {n} share matrices" if (n := simulation["tensor_ranks"]) > 1 else ""
     shared += f", of which {n} share experts" if (n := simulation["expert_ranks"]) > 1 else ""
     title = (
-        f"one mini-batch of the costliest rank on {simulation['gpu']}, {simulation['rows']} rows, "
+        f"one mini-batch of the rank with most tokens on {simulation['gpu']}, {simulation['rows']} rows, "
         f"{simulation['ranks']} ranks{shared}, simulated; lean: stock with lm_head on responses alone"
     )
     ways = [("\n".join(way["overrides"]), f"{way['seconds']:.3g}", peak(way)) for way in simulation["settings"]]
