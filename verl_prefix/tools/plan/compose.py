@@ -37,9 +37,7 @@ from verl_prefix.tools.plan.options import (
 )
 
 LARGEST = 2**31 - 1  # which verl's tensors of token counts hold
-# Keys of actor_rollout_ref.actor that say where weights, gradients and moments are in an update, and in which dtype:
-# the values that --simulate takes them to have.
-SIMULATED = {
+SIMULATED = {  # by which weights, gradients and moments are on the device; the values that --simulate knows
     "fsdp_config.offload_policy": False,
     "veomni.enable_fsdp_offload": False,
     "optim.override_optimizer_config.optimizer_cpu_offload": False,
@@ -202,17 +200,15 @@ def check_batch(config: DictConfig, several_turns: bool) -> None:
     `validate_config` still wants rows for every GPU, or on Megatron's engine micro-batches for every rank."""
     roles, prompts, ranks = config.actor_rollout_ref, prompts_of_step(config), data_ranks(config)
     actor, n = roles.actor, roles.rollout.n
-    mini, trainer = actor.ppo_mini_batch_size, config.trainer
+    mini, trainer, wrong = actor.ppo_mini_batch_size, config.trainer, list[str]()
     is_v1 = bool(trainer.get("use_v1")) and "rollout" not in config
-    wrong = []
     if prompts % mini and not several_turns and not (is_v1 and "separate_" not in trainer.v1.trainer_mode):
         wrong.append("the batch a multiple of the mini-batch")
     if mini * n % ranks:
         wrong.append("mini-batch times n a multiple of the ranks")
     if is_v1 and not actor.use_dynamic_bsz:
-        of_megatron = engine_of(actor) is MEGATRON and actor.ppo_micro_batch_size_per_gpu
-        unit = ranks * actor.ppo_micro_batch_size_per_gpu if of_megatron else trainer.n_gpus_per_node * trainer.nnodes
-        if prompts * n % unit:
+        gpus, rows = trainer.n_gpus_per_node * trainer.nnodes, actor.ppo_micro_batch_size_per_gpu or 1
+        if prompts * n % (unit := ranks * rows if engine_of(actor) is MEGATRON else gpus):
             wrong.append(f"the batch times n a multiple of {unit}, or set actor_rollout_ref.actor.use_dynamic_bsz=True")
     if wrong:
         raise PlanError(
@@ -227,7 +223,7 @@ def check_simulated(config: DictConfig) -> None:
         if (value := OmegaConf.select(config.actor_rollout_ref.actor, key)) not in (None, simulated):
             raise PlanError(
                 f"--simulate knows no actor_rollout_ref.actor.{key}={value}, with which less of the weights, gradients "
-                "or moments is on the device; leave --simulate out: the plan itself counts them by this key"
+                "or moments is on the device; leave --simulate out: the plan itself counts by this key"
             )
 
 
