@@ -22,6 +22,8 @@ TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}
 PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-64}
 SEARCH=${SEARCH:-False}
 MAX_TURNS=${MAX_TURNS:-5}
+# verl's parser of the model's tool calls. Qwen3.5: qwen3_coder.
+TOOL_FORMAT=${TOOL_FORMAT:-hermes}
 # A prompt's and a response's most tokens. With SEARCH=True the response has all turns and what the tool found; with turns
 # the prompt has the longest history, and the response one turn, whose thoughts no history has.
 case "${SEARCH}" in
@@ -130,7 +132,7 @@ if [[ "${SEARCH}" != False ]]; then
     # max_tool_response_length counts characters. Ray's workers import from the recipe's folder.
     ROLLOUT+=(
         actor_rollout_ref.rollout.multi_turn.enable=True
-        actor_rollout_ref.rollout.multi_turn.format=hermes
+        actor_rollout_ref.rollout.multi_turn.format=${TOOL_FORMAT}
         actor_rollout_ref.rollout.multi_turn.max_assistant_turns=${MAX_TURNS}
         actor_rollout_ref.rollout.multi_turn.max_tool_response_length=4096
         actor_rollout_ref.rollout.multi_turn.tool_config_path="${RECIPE_DIR}/search_tool.yaml"

@@ -39,7 +39,7 @@ class SearchTurns(ToolAgentLoop):
             )
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
-        """Return a row per turn.
+        """Return a row per turn; none where a server that records routes (R3) aborted the first, and so has none.
 
         Raises:
             ValueError: the question alone is longer than a prompt may be.
@@ -62,9 +62,11 @@ class SearchTurns(ToolAgentLoop):
                 request_id=session, prompt_ids=prompt, sampling_params=sampling_params
             )
             counted["empty"] = int(not out.token_ids)
-            if out.token_ids or not rows:
+            # TransferQueue returns a field only if all rows of a batch have it, so one row without routes loses them.
+            lacks_routes = self.rollout_config.enable_rollout_routing_replay and out.routed_experts is None
+            if out.token_ids or not (rows or lacks_routes):
                 rows.append(self._row(prompt, out, turn=len(rows) + 1))
-            said = self._said(out.token_ids)
+            said = self._said(prompt, out.token_ids)
             if not out.token_ids or BLOCK.search(said) or len(rows) == self.max_assistant_turns:
                 break
             ids = self.tokenizer.encode(said, add_special_tokens=False)
@@ -89,9 +91,10 @@ class SearchTurns(ToolAgentLoop):
             **self.apply_chat_template_kwargs,
         )  # fmt: skip
 
-    def _said(self, tokens: list[int]) -> str:
-        """What was written behind the thoughts; nothing where the budget ended them."""
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+    def _said(self, prompt: list[int], tokens: list[int]) -> str:
+        """What was written behind the thoughts, which the prompt may open; nothing where the budget ended them."""
+        opened = self.tokenizer.decode(prompt[-16:]).rstrip().endswith("<think>")
+        text = "<think>" * opened + self.tokenizer.decode(tokens, skip_special_tokens=True)
         return THOUGHT.sub("", text).rpartition("</think>")[2].strip()
 
     def _row(self, prompt: list[int], out: Any, turn: int) -> AgentLoopOutput:
@@ -102,6 +105,7 @@ class SearchTurns(ToolAgentLoop):
             response_ids=[self.tokenizer.eos_token_id] if empty else out.token_ids,
             response_mask=[0] if empty else [1] * len(out.token_ids),
             response_logprobs=[0.0] if empty and out.log_probs is not None else out.log_probs,
+            routed_experts=out.routed_experts,
             num_turns=2 * turn,
             metrics=AgentLoopMetrics(),
             extra_fields=dict(out.extra_fields),  # its own: verl writes into it

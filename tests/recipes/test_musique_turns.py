@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import hydra
+import numpy as np
 import pytest
 from musique import RECIPE
 from omegaconf import OmegaConf
@@ -24,6 +25,7 @@ from verl_prefix.tools.plan.compose import compose_config
 QUESTION = {"role": "user", "content": "Which lake does the river of Oslo flow into?"}
 PARAGRAPHS = ["Oslo\nOslo lies on the Akerselva.", "Akerselva\nThe Akerselva flows into Lake Mjosa."]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Oslo"}}\n</tool_call>'
+XML_CALL = "<tool_call>\n<function=search>\n<parameter=query>\nOslo\n</parameter>\n</function>\n</tool_call>"
 BAD_CALL = '<tool_call>\n{"name": "search", "arguments": \n</tool_call>'
 ANSWER = "<answer>Lake Mjosa</answer>"
 # Qwen3's, as far as these messages go: with the tools in front.
@@ -31,23 +33,30 @@ TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think></think>{% endif %}"
-    "{% endif %}"
+    "{% if opens %}<think>\n{% endif %}{% endif %}"
 )
 MODULES = ("reward", "search_tool", "search_turns")  # the other recipe has some of these names too
 
 
 class Server:
-    """Says the texts one after the other."""
+    """Says the texts one after the other, and with `routes` where a mixture's tokens went, as vLLM counts them."""
 
-    def __init__(self, tokenizer: Any, texts: list[str]) -> None:
-        self.tokenizer, self.texts, self.calls = tokenizer, iter(texts), list[dict[str, Any]]()
+    def __init__(self, tokenizer: Any, texts: list[str], routes: bool = False) -> None:
+        self.tokenizer, self.texts, self.calls, self.routes = tokenizer, iter(texts), list[dict[str, Any]](), routes
 
     async def generate(self, **call: Any) -> TokenOutput:
         self.calls.append(call)
         tokens = self.tokenizer.encode(next(self.texts), add_special_tokens=False)
         fields = {"global_steps": 3, "min_global_steps": 3, "max_global_steps": 3}
         log_probs = [-float(n) for n in range(len(tokens))] if call["sampling_params"]["logprobs"] else None
-        return TokenOutput(token_ids=tokens, log_probs=log_probs, extra_fields=fields)
+        went = np.arange(4 * (len(call["prompt_ids"]) + len(tokens) - 1)).reshape(-1, 2, 2) if self.routes else None
+        return TokenOutput(token_ids=tokens, log_probs=log_probs, routed_experts=went, extra_fields=fields)
+
+
+def whole_routes(rows: list[AgentLoopOutput]) -> bool:
+    """Whether each row has the server's routes, as verl puts them: of its last token there are none."""
+    found = [(row.as_dict()["routed_experts"], len(row.prompt_ids) + len(row.response_ids)) for row in rows]
+    return all(routes[:-1].flatten().tolist() == [*range(4 * n - 4)] and len(routes) == n for routes, n in found)
 
 
 Play = Callable[..., tuple[list[AgentLoopOutput], Server]]
@@ -69,7 +78,9 @@ def play(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
-    def run(texts: list[str], *overrides: str, logprobs: bool = True) -> tuple[list[AgentLoopOutput], Server]:
+    def run(
+        texts: list[str], *overrides: str, logprobs: bool = True, routes: bool = False
+    ) -> tuple[list[AgentLoopOutput], Server]:
         rollout = "actor_rollout_ref.rollout"
         config = compose_config(
             "ppo_trainer",
@@ -80,7 +91,7 @@ def play(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
         (entry,) = OmegaConf.load(RECIPE / "search_turns.yaml")
         assert entry.name == "search_turns"
         tools = load_all_tools(str(RECIPE / "search_tool.yaml"), None)
-        server = Server(tokenizer, texts)
+        server = Server(tokenizer, texts, routes)
 
         async def session() -> list[AgentLoopOutput]:
             loop = hydra.utils.instantiate(
@@ -171,6 +182,30 @@ def test_without_log_probs_there_are_none(play):
     assert play([""], logprobs=False)[0][0].response_logprobs is None
 
 
+def test_routes_of_the_rollout_are_in_every_row(play):
+    replay = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    for said in ([CALL, ANSWER], [CALL, ""]):
+        rows, server = play(said, replay, routes=True)
+        assert whole_routes(rows) and len(rows) == len(list(filter(None, said))) and len(server.calls) == 2
+    (row,), _ = play([""], replay, routes=True)
+    assert len(row.as_dict()["routed_experts"]) == len(row.prompt_ids) + 1
+    assert play([""], replay)[0] == [], "a row without would take them from the whole batch"
+
+
+def test_a_thought_that_the_prompt_opens_is_no_answer(play):
+    opens = "+data.apply_chat_template_kwargs.opens=True"
+    said = [f"where, where: {ANSWER}", f"{CALL}?</think>{CALL}", f"yes</think>{ANSWER}"]
+    rows, _ = play(said, opens)
+    assert len(rows) == 3 and rows[0].extra_fields["astray"] == 1, "the budget ended the first"
+    assert len(play([ANSWER])[0]) == 1
+
+
+def test_calls_as_qwen3_5_writes_them_are_read_by_its_parser(play, tokenizer):
+    rows, _ = play([XML_CALL, ANSWER], "actor_rollout_ref.rollout.multi_turn.format=qwen3_coder")
+    assert PARAGRAPHS[0] in tokenizer.decode(rows[1].prompt_ids) and rows[0].extra_fields["astray"] == 0
+    assert play([XML_CALL, ANSWER])[0][0].extra_fields["astray"] == 1
+
+
 def test_template_options_reach_every_turn(play, tokenizer):
     rows, _ = play([CALL, ANSWER], "+data.apply_chat_template_kwargs.enable_thinking=False")
     assert all(tokenizer.decode(row.prompt_ids).endswith("assistant\n<think></think>") for row in rows)
@@ -194,7 +229,7 @@ def test_the_loop_of_the_page_of_algorithms_makes_a_row_per_turn(tokenizer):
     exec(code, names)
     key, model = "actor_rollout_ref.rollout", f"actor_rollout_ref.model.path={tokenizer.name}"
     config = compose_config("ppo_trainer", [model, f"{key}.name=vllm", f"{key}.multi_turn.max_assistant_turns=5"])
-    server = Server(tokenizer, ["Oslo?", ANSWER])
+    server = Server(tokenizer, ["Oslo?", ANSWER], routes=True)
 
     async def session() -> list[AgentLoopOutput]:
         loop = names["MyLoop"](
@@ -206,4 +241,4 @@ def test_the_loop_of_the_page_of_algorithms_makes_a_row_per_turn(tokenizer):
     history = [QUESTION, {"role": "assistant", "content": "Oslo?"}, {"role": "user", "content": PARAGRAPHS[0]}]
     shown = [tokenizer.apply_chat_template(history[:n], add_generation_prompt=True, tokenize=False) for n in (1, 3)]
     assert [tokenizer.decode(row.prompt_ids) for row in rows] == shown and [row.num_turns for row in rows] == [2, 4]
-    assert [tokenizer.decode(row.response_ids) for row in rows] == ["Oslo?", ANSWER]
+    assert [tokenizer.decode(row.response_ids) for row in rows] == ["Oslo?", ANSWER] and whole_routes(rows)

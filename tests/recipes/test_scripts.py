@@ -122,7 +122,11 @@ def test_qwen3_5_in_a_recipe(tmp_path, script):
     """The recipe's own command with another model; stock row by row where flash-linear-attention is missing."""
     hybrid, recipe = "run_qwen3_5_9b_fsdp2.sh", Path(script).parent.name
     own, ours = launched(script, tmp_path), launched(hybrid, tmp_path, recipe)
-    changed = {new for old, new in zip(own, ours, strict=True) if old != new}
+    # Once in each: else its prompt opens <think>, and no clip's response would have the whole block.
+    no_thinking = "+data.apply_chat_template_kwargs.enable_thinking=False"
+    assert ours.count(no_thinking) == 1
+    changed = {new for old, new in zip(own, ours[: len(own)], strict=True) if old != new}
+    assert ours[len(own) :] == ([no_thinking] if script == VIDEO else [])
     names = {"actor_rollout_ref.model.path=Qwen/Qwen3.5-9B", "trainer.experiment_name=qwen3_5_9b_fsdp2_prefix"}
     assert changed == names | ({"data.image_patch_size=16"} if script == VIDEO else set())
     packed, alone = (launched(hybrid, tmp_path, recipe, MODEL_ENGINE="dp", NO_WANDB=x) for x in ("0", "1"))
@@ -137,6 +141,12 @@ def test_qwen3_5_in_a_recipe(tmp_path, script):
     if script == VIDEO:
         preset = launched(hybrid, tmp_path, recipe, "--preset", "video_r1", last, MODEL_ENGINE="dp", NO_WANDB="1")
         assert "actor_rollout_ref.actor.grad_clip=5" in preset and preset[-1] == last
+    else:
+        searching = launched(hybrid, tmp_path, recipe, SEARCH="turns", MODEL_ENGINE="dp")
+        assert "actor_rollout_ref.rollout.multi_turn.format=qwen3_coder" in searching
+        with pytest.raises(subprocess.CalledProcessError) as error:
+            launched(hybrid, tmp_path, recipe, SEARCH="turns", MODEL_ENGINE="dp", NO_WANDB="1")
+        assert b"Install flash-linear-attention, or set MODEL_ENGINE=prefix." in error.value.stderr
     with pytest.raises(subprocess.CalledProcessError) as error:
         launched(hybrid, tmp_path, "gsm8k")
     assert b"Unsupported recipe 'gsm8k'. Expected 'musique' or 'video_rlvr'." in error.value.stderr

@@ -37,7 +37,8 @@ NO_ROUTES = {
     "R2": "actor_rollout_ref.actor router_replay.mode=R2, and the batch has no routed_experts, which old log-probs "
     "record; compute them (algorithm.rollout_correction.bypass_mode=False), or set mode=disabled",
     "R3": "actor_rollout_ref.actor router_replay.mode=R3, and the batch has no routed_experts; set "
-    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or mode=disabled",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True and let an agent loop of your own hand on "
+    "out.routed_experts in every AgentLoopOutput, or set mode=disabled",
 }
 
 logger = logging.getLogger(__name__)
