@@ -182,6 +182,16 @@ def test_sessions_are_counted_and_what_their_last_rows_reward_returned_is_a_metr
     assert metrics == {"theirs": 1, "sessions/count": 3, "sessions/overlong/mean": 0.5, "sessions/astray/mean": 3.0}
 
 
+def test_sessions_without_extra_fields_are_counted(monkeypatch):
+    """As a user's own agent loop manager may put them; TransferQueue answers with no field."""
+    trainer = build_trainer(4, 2, [0, 1])
+    monkeypatch.setattr("verl_prefix.trainer.prefix_sync.tq.kv_batch_get", lambda **_: TensorDict({}, batch_size=0))
+    monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda *_: None)
+    batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train")
+    trainer._compute_metrics(batch, metrics := {}, {}, 1, 0)
+    assert metrics == {"sessions/count": 2}
+
+
 def test_failed_rollouts_are_padded_and_groups_stay_whole(transfer_queue):
     sizes = [6, 6, 5, 6, 4, 6, 6, 1]
     trainer, batch = build_trainer(4, 6, [0, 1]), build_batch(sizes)
@@ -508,12 +518,13 @@ def test_the_watchdog_hears_of_every_phase_of_a_step(monkeypatch):
     heard.clear()
     # In verl's order (PPOTrainer.fit); a hook that verl no longer calls would leave its phase out.
     fit = inspect.getsource(PPOTrainer.fit) + inspect.getsource(PPOTrainer._step_once)
-    for hook in ("on_step_begin", "on_sample_end", "_save_checkpoint", "on_step_end"):
+    for hook in ("on_step_begin", "on_sample_begin", "on_sample_end", "_save_checkpoint", "on_step_end"):
         assert f"self.{hook}()" in fit
         monkeypatch.setattr(PPOTrainerSync, hook, lambda self, hook=hook: heard.append(hook))
         getattr(trainer, hook)()
     assert heard == [
         "the rollout of step 4", "on_step_begin",
+        "the rollout of step 4", "on_sample_begin",
         "on_sample_end", "log-probs and update of step 4",
         "the checkpoint of step 4", "_save_checkpoint",
         "the weight update after step 4", "on_step_end", "validation and logging of step 4",

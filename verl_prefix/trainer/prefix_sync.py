@@ -113,6 +113,11 @@ class WholeGroups(PPOTrainer):
         self._watchdog.enter(f"the rollout of step {self.global_steps}")
         super().on_step_begin()
 
+    def on_sample_begin(self) -> None:
+        # Also here: a step of several parameter_sync_step waits for rows before each of its updates.
+        self._watchdog.enter(f"the rollout of step {self.global_steps}")
+        super().on_sample_begin()
+
     def on_sample_end(self) -> None:
         super().on_sample_end()
         self._watchdog.enter(f"log-probs and update of step {self.global_steps}")
@@ -240,7 +245,9 @@ class WholeGroups(PPOTrainer):
                 last[session] = max(int(turn), last.get(session, 0))
         keys = [f"{session}_{turn}" for session, turn in last.items()]
         found = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-        infos = [(fields or {}).get("reward_extra_info") or {} for fields in found.pop("extra_fields").tolist()]
+        # Rows of a user's own agent loop manager may have none.
+        extra = found.pop("extra_fields").tolist() if "extra_fields" in found.keys() else []
+        infos = [(fields or {}).get("reward_extra_info") or {} for fields in extra]
         metrics["sessions/count"] = len(keys)
         for name in {name: None for info in infos for name in info}:
             values = [info[name] for info in infos if isinstance(info.get(name), numbers.Real)]
