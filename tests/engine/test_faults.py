@@ -639,7 +639,11 @@ def test_out_of_memory_names_keys_that_act_on_the_engine_and_in_the_pass(phase, 
 
 
 @pytest.mark.parametrize(("phase", "key"), [
-    ("packed", "+critic.ppo_infer_max_token_len_per_gpu"), ("phase_c", "critic.model.enable_gradient_checkpointing"),
+    (
+        "packed",
+        "+critic.ppo_infer_max_token_len_per_gpu (critic.ppo_max_token_len_per_gpu with trainer.use_v1=false)",
+    ),
+    ("phase_c", "critic.model.enable_gradient_checkpointing"),
     ("wave", "critic.model.enable_gradient_checkpointing"),
 ])  # fmt: skip
 def test_out_of_memory_in_a_critic_names_its_keys(phase, key):

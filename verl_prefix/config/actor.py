@@ -52,9 +52,11 @@ def role_of(engine: Any) -> str:
 
 
 def tokens_key(role: str, forward_only: bool) -> str:
-    """The key of the tokens of a pass, of a role as of `role_of`. verl's v1 trainer reads one for all of a critic's."""
+    """The key of the tokens of a pass, of a role as of `role_of`. verl's v1 trainers read one for all of a critic's
+    passes, its other ones that of the actor's name for updates."""
     if role == "critic":
-        return "+critic.ppo_infer_max_token_len_per_gpu"
+        of_updates = "" if forward_only else " (critic.ppo_max_token_len_per_gpu with trainer.use_v1=false)"
+        return f"+critic.ppo_infer_max_token_len_per_gpu{of_updates}"
     return "log_prob_max_token_len_per_gpu" if forward_only else "ppo_max_token_len_per_gpu"
 
 
