@@ -231,6 +231,7 @@ def test_what_ref_cannot_have_is_refused_in_the_driver_by_its_own_key(model_path
 
 REF = "actor_rollout_ref.ref"
 WAVES = f"{ACTOR}.prefix.wave_tokens"
+GAE, INFER = "algorithm.adv_estimator=gae", "+critic.ppo_infer_max_token_len_per_gpu"
 ROWS = (
     f"{ACTOR}.use_dynamic_bsz=False actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=False "
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=2 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3 "
@@ -253,6 +254,12 @@ ROWS = (
         ),
         (ROWS, 1599, r"ppo_micro_batch_size_per_gpu=2 rows of data.max_prompt_length=500 \+ max_response_length=300"),
         (f"{ROWS} {ACTOR}.ulysses_sequence_parallel_size=2", 1599, "the 1600 tokens of a pass"),
+        (f"{GAE} {INFER}=100", 99, r"critic.ppo_infer_max_token_len_per_gpu=100\)"),
+        (f"{GAE} {INFER}=100 critic.fsdp.ulysses_sequence_parallel_size=2", 199, "=100 on 2 GPUs"),
+        (f"{GAE} critic.ppo_max_token_len_per_gpu=100 trainer.use_v1=false", 99, r"critic.ppo_max_.*_gpu=100\)"),
+        (f"{GAE} critic.ppo_max_token_len_per_gpu=100", 16383, "actor.ppo_max_token_len"),  # v1 does not read it
+        (f"{GAE} {INFER}=100 critic=dp_critic", 16383, "actor.ppo_max_token_len"),
+        (f"algorithm.adv_estimator=grpo {INFER}=100", 16383, "actor.ppo_max_token_len"),
     ],
 )  # fmt: skip
 def test_waves_that_leave_nothing_of_a_pass_to_prefixes_are_refused_in_the_driver(model_path, overrides, most, told):

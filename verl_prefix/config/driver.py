@@ -111,7 +111,7 @@ def has_ref(config: DictConfig) -> bool:
 
 
 def _check_waves(config: DictConfig) -> None:
-    """Waves that leave nothing of a pass to prefixes, in updates, old or ref log-probs.
+    """Waves that leave nothing of a pass to prefixes, in updates, old or ref log-probs, and passes of the critic.
 
     Where a pass is a number of rows, it has at most as many tokens as the longest could have. The engine does not heed
     waves for which its rows are too short.
@@ -130,17 +130,27 @@ def _check_waves(config: DictConfig) -> None:
         told, factor = f"actor_rollout_ref.{role}.{key}={section[key]}", prompt + response
         if counts_tokens:
             _, factor = slices_of(role, roles.ref if role == "ref" else roles.actor)
-            told += f" on {factor} GPUs" if factor > 1 else ""
+            told += _on(factor)
         else:
             told += f" rows of data.max_prompt_length={prompt} + max_response_length={response}"
         budgets.append(((section[key] or 0) * factor, told))
-    budget, told = min((one for one in budgets if one[0]), default=(0, ""))
+    if "critic" in config and has_critic(config) and config.critic.get("_target_") == CRITIC.target:
+        keys = {"+critic.ppo_infer_max_token_len_per_gpu": config.critic.get("ppo_infer_max_token_len_per_gpu", 32768)}
+        if not is_v1(config):
+            keys["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
+        factor = CRITIC.size(config.critic, CRITIC.slices)
+        budgets += [(tokens * factor, f"{key}={tokens}{_on(factor)}") for key, tokens in keys.items()]
+    budget, told = min((one for one in budgets if one[0]), key=lambda one: one[0], default=(0, ""))
     refuse(
         budget and not leaves_room(prefix.wave_tokens, budget, prefix.offload),
         f"actor_rollout_ref.actor.prefix.wave_tokens={prefix.wave_tokens} "
         f"{'is over' if prefix.offload else 'leaves nothing for prefixes of'} the {budget} tokens of a pass ({told}); "
         f"set a smaller number ({max(budget // 4, 1)}, say), or null",
     )
+
+
+def _on(ranks: int) -> str:
+    return f" on {ranks} GPUs" if ranks > 1 else ""
 
 
 def _check_ref(config: DictConfig) -> None:
