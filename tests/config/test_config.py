@@ -150,6 +150,11 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.prefix.verify=sometimes", r"prefix.verify='sometimes': set first_step, off"),
         (f"{ACTOR}.prefix.verify=off {ACTOR}.prefix.verify_action=fallback", r"needs prefix.verify, which is off"),
         (f"{ACTOR}.prefix.min_speedup=-1", r"prefix.min_speedup=-1: set a number >= 0"),
+        *(
+            (f"{ACTOR}.prefix.min_speedup=2 {ACTOR}.prefix.schedule={one}", r"=2 decides nothing .*set .*schedule=auto")
+            for one in ("packed", "phased")
+        ),
+        (f"{ACTOR}.prefix.trace_dir=", r"prefix.trace_dir='': name a folder, or set null"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", r"set actor_rollout_ref.actor.loss_scale_factor"),
         (f"{ACTOR}.policy_loss.loss_mode=geo_mean", r"loss_mode=geo_mean averages .*set .*loss_mode to one of vanilla"),
         (f"{ACTOR}.policy_loss.loss_mode=clip_cov", r"loss_mode=clip_cov drops .*prefix.schedule=stock"),

@@ -76,6 +76,9 @@ class PrefixConfig(BaseConfig):
         check(falls_back and self.verify == "off", "verify_action", " needs prefix.verify, which is off")
         is_ratio = type(self.min_speedup) in (int, float) and 0 <= self.min_speedup < math.inf
         check(not is_ratio, "min_speedup", ": set a number >= 0 (0: always share)")
+        is_asked = self.min_speedup not in (0, type(self).min_speedup) and self.schedule in ("packed", "phased")
+        check(is_asked, "min_speedup", f" decides nothing {here}; remove it, or set prefix.schedule=auto")
+        check(self.trace_dir == "", "trace_dir", ": name a folder, or set null for no trace")
         steps, gib = self.trace_max_steps, self.trace_max_gib
         is_bound = is_count(steps) and type(gib) in (int, float) and gib > 0
         advice = "set at least 1 step and more than 0 GiB, or trace_dir=null for no trace"
