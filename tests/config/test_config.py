@@ -427,6 +427,9 @@ def test_async_trainers_deal_prompts_where_a_step_has_several_mini_batches(model
         config = composed(f"trainer.use_v1={use_v1}")  # 1024 prompts, mini-batches of 256
         OmegaConf.resolve(config)
         assert config.actor_rollout_ref.actor.use_prefix_grouper is not use_v1
+    uneven = composed("trainer.use_v1=false", "data.train_batch_size=240", f"{ACTOR}.ppo_mini_batch_size=60")
+    OmegaConf.resolve(uneven)  # not refused: the engine's log and `plan` say what keeps prompts whole
+    assert not uneven.actor_rollout_ref.actor.use_prefix_grouper
 
 
 @pytest.mark.parametrize(("use_v1", "mode"), [(True, "sync"), (True, "separate_async"), (False, "prefix_sync")])
