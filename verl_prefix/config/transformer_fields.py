@@ -47,7 +47,7 @@ INERT = frozenset("""
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
     linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
-    moe_token_drop_policy moe_aux_loss_coeff qk_clip_alpha qk_clip_threshold
+    moe_token_drop_policy qk_clip_alpha qk_clip_threshold
     cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps cuda_graph_scope
     cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering
     offload_modules min_offloaded_tensor_size init_model_with_meta_device
@@ -137,7 +137,8 @@ NEVER: dict[str, str] = {
 # Decided where more is known (`config.megatron`): rotary embeddings by the model, losses of routers by the schedule,
 # what ranks of context parallelism exchange by their number.
 ELSEWHERE = (
-    "apply_rope_fusion", "multi_latent_attention", "moe_router_load_balancing_type", "cp_comm_type",
+    "apply_rope_fusion", "multi_latent_attention", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+    "cp_comm_type",
 )  # fmt: skip
 
 

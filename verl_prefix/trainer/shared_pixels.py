@@ -46,8 +46,9 @@ class SharedPixelsWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
         except BaseException:
-            # Its rows are not put, and verl trains on the other sessions'. None of them has named these rows: verl
-            # awaits nothing between their pixels and the put.
+            # Its rows are not put, and verl trains on the other sessions'. Until the put begins none of these has named
+            # its rows, since verl awaits nothing between their pixels and the put. If the put itself fails, one may
+            # have, and `carried_pixels` then ends the update.
             carriers = _carriers.get({})
             for digest in [digest for digest, key in carriers.items() if key.startswith(session)]:
                 del carriers[digest]
