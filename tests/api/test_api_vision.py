@@ -222,19 +222,42 @@ def test_pixels_that_do_not_belong_to_the_prompts_are_named(paths):  # noqa: F81
         api_pixels.pixels_of_prompts(type("C", (), dict(model_type="llama")), [], {})
 
 
+def test_no_rows(paths):  # noqa: F811
+    model = Case(paths["qwen2_5_vl"]).model
+    assert response_log_probs(model, [], []) == response_hidden_states(model, [], []) == []
+
+
+def prompt_with_a_clip(model, *frames_of_seconds: float) -> tuple[list[int], dict]:
+    """A prompt of Qwen2.5-VL with a clip of three frames, as a processor has the pixels of one row per number of
+    seconds between them."""
+    config, n = model.config, len(frames_of_seconds)
+    tower = config.vision_config
+    patch = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    clip, grid = torch.randn(3 * 16, patch, dtype=torch.float64), torch.tensor([[3, 4, 4]])
+    prompt = [8, config.vision_start_token_id, *[config.video_token_id] * 12, config.vision_end_token_id, 9, 10]
+    pixels = dict(pixel_values_videos=clip.repeat(n, 1), video_grid_thw=grid.repeat(n, 1))
+    return prompt, pixels | {"second_per_grid_ts": list(frames_of_seconds)}
+
+
+def test_a_response_goes_on_behind_text_though_the_clip_before_it_ends_later(paths, float64_inside):  # noqa: F811
+    case = Case(paths["qwen2_5_vl"])
+    float64_inside(case.model)
+    prompt, pixels = prompt_with_a_clip(case.model, 9.0)
+    response = torch.tensor([11, 12, 13])
+    with torch.no_grad():
+        (ours,) = response_log_probs(case.model, [prompt], [response], pixels=pixels)
+        logits = case.whole(torch.cat([torch.tensor(prompt), response]), pixels)[0, -4:-1]
+    assert torch.allclose(ours, logits.log_softmax(-1).gather(-1, response[:, None])[:, 0], rtol=0, atol=1e-9)
+
+
 def test_clips_with_other_times_do_not_share(paths):  # noqa: F811
     """Same tokens, same pixels, another `second_per_grid_ts`: other positions."""
     model = Case(paths["qwen2_5_vl"]).model
-    vision_config, video = model.config.vision_config, model.config.video_token_id
-    patch = vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2
-    clip, grid = torch.randn(3 * 16, patch, dtype=torch.float64), torch.tensor([[3, 4, 4]])
-    prompt = [8, model.config.vision_start_token_id, *[video] * 12, model.config.vision_end_token_id, 9, 10]
 
     def log_probs(*seconds):
-        n = len(seconds)
-        pixels = dict(pixel_values_videos=clip.repeat(n, 1), video_grid_thw=grid.repeat(n, 1))
-        pixels["second_per_grid_ts"] = list(seconds)
-        args = [prompt] * n, [[11, 12, 13]] * n
+        torch.manual_seed(0)
+        prompt, pixels = prompt_with_a_clip(model, *seconds)
+        args = [prompt] * len(seconds), [[11, 12, 13]] * len(seconds)
         with torch.no_grad():
             return response_log_probs(model, *args, pixels=pixels)
 

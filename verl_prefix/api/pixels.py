@@ -75,10 +75,10 @@ def _deal(
 
 def positions_of_row(model: Any, prompt: torch.Tensor, pixels: Mapping[str, Any], num_more: int) -> torch.Tensor:
     """Position ids of a prompt and `num_more` tokens of text behind it: [4, length] int64 (text, time, height, width),
-    by the model's own `get_rope_index`."""
+    by the model's own `get_rope_index` on the whole row. Text behind a clip may come before the clip's last frames."""
     config = model.config
     kinds = torch.where(prompt == config.image_token_id, 1, 2 * (prompt == config.video_token_id).int())
     others = {name: value for name, value in pixels.items() if not name.startswith("pixel_values")}
-    axes, _ = inner_model(model).get_rope_index(prompt[None], mm_token_type_ids=kinds[None], **others)
-    axes = torch.cat([axes[:, 0].cpu(), (axes.max().item() + 1 + torch.arange(num_more)).expand(3, -1)], dim=1)
-    return torch.cat([torch.arange(axes.shape[1])[None], axes])
+    row, kinds = (torch.nn.functional.pad(x, (0, num_more))[None] for x in (prompt, kinds))  # kind 0 is text
+    axes, _ = inner_model(model).get_rope_index(row, mm_token_type_ids=kinds, **others)
+    return torch.cat([torch.arange(row.shape[1])[None], axes[:, 0].cpu()])

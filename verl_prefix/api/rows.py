@@ -147,7 +147,7 @@ class Batch:
         sees = vision.is_vision_config(model.config)
         return TokenBatch(
             flat.to(self.device),
-            torch.cat([*positions] if sees else [none, *positions], -1).to(self.device),
+            torch.cat([none.expand(4, 0) if sees else none, *positions], -1).to(self.device),
             offsets,
             vision.PixelBatch(visual, flat, offsets, model.config) if sees else None,
         )
