@@ -28,6 +28,11 @@ def forks_of(rows) -> list[list[int]]:
             for cuts, p, r in zip(rows.cuts, rows.prompts, rows.responses, strict=True)]  # fmt: skip
 
 
+def computed_tokens(line: str) -> int:
+    """Of the log line that says what is shared."""
+    return int(line.split(": ")[1].split()[0])
+
+
 def run(model, rows, **options):
     found = response_log_probs(model, rows.prompts, rows.responses, forks=forks_of(rows), **OPTIONS, **options)
     weighted(*found, rows.weights).backward()
@@ -66,9 +71,18 @@ def test_no_gradient_is_lost_where_nobody_asks_for_a_wave_after_the_last(rows):
     assert error(ours, by_hf(model, rows)) < 1e-9
 
 
-def test_hidden_states_equal_hf():
-    model, rows = build(vocab_size=VOCAB), rollouts(thinking_stripped)
-    ours = response_hidden_states(model, rows.prompts, rows.responses, forks=forks_of(rows))
+@pytest.mark.parametrize("ends", [False, True], ids=["", "ends of rows"])
+@pytest.mark.parametrize("rows", [thinking_stripped, thinking_kept])
+def test_hidden_states_equal_hf(rows, ends, caplog):
+    """ends: rows may also part behind their own ends."""
+    model, rows = build(vocab_size=VOCAB), rollouts(rows)
+    whole = zip(forks_of(rows), rows.prompts, rows.responses, strict=True)
+    forks = [[*cuts, *[len(p) + len(r)] * ends] for cuts, p, r in whole]
+    with caplog.at_level(logging.INFO, logger="verl_prefix"):
+        response_log_probs(model, rows.prompts, rows.responses, forks=forks)
+        ours = response_hidden_states(model, rows.prompts, rows.responses, forks=forks)
+    tokens = [computed_tokens(line) for line in caplog.messages if "trees" in line]
+    assert tokens[1] == tokens[0] + len(ours), "of each row the last token more"
     for prompt, response, states in zip(rows.prompts, rows.responses, ours, strict=True):
         whole = model.model(torch.cat([prompt, response])[None]).last_hidden_state[0, len(prompt) - 1 :]
         assert torch.allclose(states, whole, rtol=0, atol=1e-9)
@@ -81,7 +95,7 @@ def test_what_is_shared_is_said(caplog):
     # Two sessions share the first message; all else of a session is its last row.
     lens = [len(p) + len(r) - 1 for p, r in zip(rows.prompts, rows.responses, strict=True)]
     (line,) = [record.getMessage() for record in caplog.records if "trees" in record.getMessage()]
-    computed = int(line.split(": ")[1].split()[0])
+    computed = computed_tokens(line)
     assert line == f"8 rows in 1 trees: {computed} of {sum(lens)} tokens are computed"
     assert max(lens) < computed < 2 * max(lens)
 

@@ -4,7 +4,7 @@ form."""
 import logging
 import warnings
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from verl_prefix.core.forward import PassOutputs, TokenBatch
 from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import make_plan
-from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
+from verl_prefix.core.trees import Hashes, cuts_at, group_trees, mix_rows
 from verl_prefix.models import vision
 
 logger = logging.getLogger(__name__)
@@ -105,12 +105,17 @@ class Batch:
         if uids is not None:
             keys = mix_rows(keys, offsets, uids)
         prompt_lens, shown_lens = [*map(len, prompts)], vision.shown_lens(prompts, model.config)
+        forks = self._ends(forks, keys, lens)
         cuts = [cuts_at(ends, n, shown) for ends, n, shown in zip(forks, prompt_lens, shown_lens, strict=True)]
         groups = group_trees(keys, offsets, prompt_lens, cuts)
         total = sum(group.num_logical_tokens for group in groups)
         computed = sum(group.num_physical_tokens for group in groups)
         logger.info("%d rows in %d trees: %d of %d tokens are computed", len(lens), len(groups), computed, total)
         return groups
+
+    def _ends(self, forks: Sequence[Sequence[int]], keys: torch.Tensor, lens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Where rows of `lens` tokens are cut: at `forks`, and at their own end as they are."""
+        return forks
 
     def _positions(
         self, model: Any, prompts: Sequence[torch.Tensor], lens: Sequence[int], visual: Sequence[dict[str, Any]]
@@ -196,6 +201,21 @@ class HiddenBatch(Batch):
 
     num_behind = 1
     reads_head = False
+
+    def _ends(self, forks: Sequence[Sequence[int]], keys: torch.Tensor, lens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """`forks` inside of rows, and a row's own end where another row goes on from there. Without that cut it would
+        share none of its response, since the token behind it is not the other row's."""
+        hashes = Hashes(keys, self.tokens.offsets)
+
+        def places(rows: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
+            """Each row's number of tokens up to an end, and their hash."""
+            return [*zip(ends, hashes.of(rows, [end - 1 for end in ends]).tolist(), strict=True)]
+
+        inner = [[end for end in ends if end < length] for ends, length in zip(forks, lens, strict=True)]
+        rows = [row for row, ends in enumerate(inner) for _ in ends]
+        goes_on = {*places(rows, [*chain.from_iterable(inner)])}
+        own = places(range(len(lens)), lens)
+        return [[*ends, place[0]] if place in goes_on else ends for ends, place in zip(inner, own, strict=True)]
 
     def of_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The hidden states, which `HiddenStateModel` has in place of logits."""
