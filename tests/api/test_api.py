@@ -375,15 +375,28 @@ def test_forward_only_is_the_same_numbers_in_bounded_passes(max_tokens, monkeypa
         assert (ours - truth).norm() / truth.norm() < 1e-9
 
 
-def test_rows_of_different_groups_do_not_share(monkeypatch):
-    model, rows = build(), batch([(23, [4, 5])])
-    counted = []
+@pytest.fixture
+def counted(monkeypatch):
+    """Tokens of every forward."""
+    sizes: list[int] = []
     forward = HookedModel.token_outputs
     monkeypatch.setattr(
-        HookedModel,
-        "token_outputs",
-        lambda m, ids, *args, **kw: counted.append(len(ids)) or forward(m, ids, *args, **kw),
-    )
+        HookedModel, "token_outputs",
+        lambda m, ids, *args, **kw: sizes.append(len(ids)) or forward(m, ids, *args, **kw),
+    )  # fmt: skip
+    return sizes
+
+
+@pytest.mark.parametrize("schedule", ["auto", "packed"])
+def test_forward_only_waves_are_as_short_as_asked(schedule, counted):
+    model, rows = build(), batch([(41, [4] * 6)])
+    with torch.no_grad():
+        response_log_probs(model, rows.prompts, rows.responses, schedule=schedule, max_tokens=60, wave_tokens=9)
+    assert counted == [40, 8, 8, 8]
+
+
+def test_rows_of_different_groups_do_not_share(counted):
+    model, rows = build(), batch([(23, [4, 5])])
     shared = response_log_probs(model, rows.prompts, rows.responses)
     apart = response_log_probs(model, rows.prompts, rows.responses, groups=[0, 1])
     assert counted == [22 + 9, 2 * 22 + 9]

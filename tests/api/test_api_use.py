@@ -141,6 +141,7 @@ IDS, ONES = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3)
         ),
         (dict(temperature=0), ValueError, "temperature=0: pass a number above 0"),
         (dict(max_tokens=0), ValueError, "max_tokens=0: pass a number of tokens >= 1"),
+        (dict(logits_chunk=None), ValueError, "logits_chunk=None: pass a number of tokens >= 1"),
         (dict(logits_chunk=2.5), ValueError, "logits_chunk=2.5: pass a number of tokens >= 1"),
         (dict(attention="flashy"), ValueError, "'flashy' is unknown; .*pass attention='auto'"),
     ],
@@ -177,6 +178,9 @@ def test_models_that_cannot_be_computed_say_what_to_do():
     model = build()
     with pytest.raises(TypeError, match="model is a Wrapped, not a Hugging Face causal LM; pass the model itself"):
         response_log_probs(type("Wrapped", (torch.nn.Module,), {})(), **TWO)
+    heads = {"get_output_embeddings": model.get_output_embeddings, "config": {"train_batch_size": 2}}  # as DeepSpeed's
+    with pytest.raises(TypeError, match="model is a Engine, not a Hugging Face causal LM; pass the model itself"):
+        response_log_probs(type("Engine", (torch.nn.Module,), heads)(), **TWO)
     for part in (lambda sharded: sharded, lambda sharded: sharded.model.layers[0]):
         sharded = build()
         part(sharded).__class__ = type("Sharded", (FSDPModule, type(part(sharded))), {})  # as fully_shard does

@@ -100,7 +100,7 @@ def response_log_probs(
             packed where that is possible, that is within `max_tokens` and without gradient checkpointing.
         max_tokens: tokens computed in one pass, the prefix counted once; a single row may exceed it. Packed, under
             `torch.no_grad`, a larger group runs its prefix first and then waves. Phased, as in `phased_update`.
-        wave_tokens: phased, as in `phased_update`.
+        wave_tokens: of waves, as in `phased_update`.
         logits_chunk: response tokens whose logits exist at once.
         attention: kernel: "auto" (the fastest that runs), or "flash_attn", "aten" (torch's), both on CUDA, "cpu", or
             "reference" (dense and slow, anywhere).
@@ -264,6 +264,7 @@ def _by_row(
     logits_chunk: int, attention: str,
 ) -> dict[int, torch.Tensor]:  # fmt: skip
     """`Batch.by_row` of all rows, packed or phased."""
+    check_waves(max_tokens, wave_tokens)
     if schedule == "auto":
         schedule = "phased" if _no_graph(model.model, batch, max_tokens) else "packed"
     hidden: set[int] = set()
@@ -274,13 +275,12 @@ def _by_row(
     )  # fmt: skip
     runner = PlanRunner(forward)
     if schedule == "phased":
-        check_waves(max_tokens, wave_tokens)
         return recomputed_by_row(model.model, runner, batch, batch.plan("phased", max_tokens, wave_tokens))
     if schedule != "packed":
         raise ValueError(f"schedule={schedule!r}: pass 'auto', 'packed' (one graph) or 'phased' (waves)")
     if reason := _no_graph(model.model, batch, max_tokens):
         raise ValueError(reason)
-    passes = outputs_by_row(runner, batch, batch.plan("auto", max_tokens, None))
+    passes = outputs_by_row(runner, batch, batch.plan("auto", max_tokens, wave_tokens))
     by_row = {row: outputs for rows in passes for row, outputs in rows.items()}
     if any(outputs.requires_grad for outputs in by_row.values()) and _trains(model.model, hidden):
         raise ValueError(_CHECKPOINTED)

@@ -61,7 +61,8 @@ def check_model(model: Any, reads_head: bool) -> None:
     """
     check_transformers_version()
     name = type(model).__name__
-    if not hasattr(model, "get_output_embeddings"):
+    # A DeepSpeed engine has the attributes of its model, but a config of its own.
+    if not hasattr(model, "get_output_embeddings") or not hasattr(getattr(model, "config", None), "get_text_config"):
         raise TypeError(
             f"model is a {name}, not a Hugging Face causal LM; pass the model itself, such as accelerator.unwrap_model("
             "model) or ddp.module (and average .grad over ranks before optimizer.step)"
@@ -107,10 +108,11 @@ def warn_of_ranks() -> None:
     )
 
 
-def check_sizes(**sizes: int | None) -> None:
-    """Raises ValueError where a number of tokens is not at least 1, or None."""
-    for name, value in sizes.items():
-        if value is not None and (not hasattr(value, "__index__") or operator.index(value) < 1):  # also numpy's
+def check_sizes(logits_chunk: int = 1, **bounds: int | None) -> None:
+    """Raises ValueError where a number of tokens is not at least 1; those of `bounds` may be None."""
+    given = {name: value for name, value in bounds.items() if value is not None}
+    for name, value in {"logits_chunk": logits_chunk, **given}.items():
+        if not hasattr(value, "__index__") or operator.index(value) < 1:  # also numpy's
             raise ValueError(f"{name}={value!r}: pass a number of tokens >= 1")
 
 
