@@ -124,6 +124,19 @@ def test_wrappers_of_the_models_forward_are_refused_outside_of_their_context(wra
             assert torch.equal(torch.cat(response_hidden_states(model, *args)), truth)
 
 
+@pytest.mark.parametrize("change", [lambda model: model, lora])
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_on_a_forward_that_does_not_run_are_refused(kind, change, rows):
+    model, seen, args = change(build()), [], (rows.prompts, rows.responses)
+    getattr(model.get_decoder(), kind)(lambda *_: seen.append(1))
+    response_hidden_states(model, *args)
+    response_hidden_states(model.get_decoder(), *args)
+    assert len(seen) == 2
+    getattr(model, kind)(lambda *_: None)
+    with pytest.raises(RuntimeError, match="has a hook of test_api_hidden.*from the LlamaModel in it.*put it on that"):
+        response_hidden_states(model, *args)
+
+
 def test_a_reward_model_of_hugging_face(rows):
     """Which reads the last token that is not its padding token."""
     model = model_of(LlamaForSequenceClassification)

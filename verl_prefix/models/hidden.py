@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from verl_prefix.models import vision
+from verl_prefix.models.advice import WHOLE_ROWS
 from verl_prefix.models.hookup import HookedModel
-from verl_prefix.models.logits import check_contexts
+from verl_prefix.models.logits import check_contexts, hooks_elsewhere
 
 
 class HiddenStateModel(HookedModel):
@@ -15,7 +16,7 @@ class HiddenStateModel(HookedModel):
     model may have any head, which does not run.
 
     Raises:
-        RuntimeError: the model's forward is in a wrapper whose context is not on.
+        RuntimeError: the model's forward, which does not run, is in a wrapper whose context is not on, or has hooks.
     """
 
     def _needs_all_logits(self, lm_head: object, of_head: object) -> bool:
@@ -23,12 +24,20 @@ class HiddenStateModel(HookedModel):
 
     def logits(self, inputs: dict[str, Any], keep: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        sees = vision.is_vision_config(self.model.config)
+        inner = vision.inner_model(self.model) if sees else self.model.get_decoder()
         for whole in (self.model, base):
+            if whole is inner:  # without a head it runs itself, or `vision.forward` checks it
+                continue
             check_contexts(whole, keep.device)
-        if not vision.is_vision_config(self.model.config):
-            hidden: torch.Tensor = self.model.get_decoder()(**inputs).last_hidden_state[:, keep]
+            if elsewhere := next(hooks_elsewhere(whole), None):
+                raise RuntimeError(
+                    f"{type(whole).__name__} has a hook of {elsewhere}. Hidden states come from the "
+                    f"{type(inner).__name__} in it, and would leave the hook out; put it on that one, or {WHOLE_ROWS}"
+                )
+        if not sees:
+            hidden: torch.Tensor = inner(**inputs).last_hidden_state[:, keep]
             return hidden
-        inner = vision.inner_model(self.model)
         headless: Any = SimpleNamespace(
             config=inner.config, model=inner, get_input_embeddings=inner.get_input_embeddings,
             lm_head=lambda hidden: hidden,

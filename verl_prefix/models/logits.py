@@ -50,11 +50,16 @@ def check_contexts(module: torch.nn.Module, device: torch.device) -> None:
         )
 
 
+def hooks_elsewhere(module: torch.nn.Module) -> Iterator[str]:
+    """Python modules of others that have hooks on a module."""
+    hooks = (hook for kind in ("_forward_pre_hooks", *_HOOKS) for hook in getattr(module, kind).values())
+    yield from filter(None, map(written_elsewhere, hooks))
+
+
 def check_runs_in_parts(module: torch.nn.Module, device: torch.device) -> None:
     """Raises RuntimeError where hooks, forwards or wrappers of others on a module would be left out: its parts run, and
     not itself. Hooks of every module do not count: they see the parts."""
-    hooks = (hook for kind in ("_forward_pre_hooks", *_HOOKS) for hook in getattr(module, kind).values())
-    if elsewhere := next(filter(None, map(written_elsewhere, (*hooks, module.forward))), None):
+    if elsewhere := next(hooks_elsewhere(module), written_elsewhere(module.forward)):
         raise RuntimeError(
             f"{type(module).__name__} has a hook or forward of {elsewhere}. A shared prefix calls its tower and text "
             f"model by themselves, and would leave it out; put a hook on these or on the whole model, or {WHOLE_ROWS}"
