@@ -235,7 +235,9 @@ def test_a_kernel_is_chosen_anew_once_algorithms_must_be_deterministic(install, 
 
 def test_on_a_gpu_nothing_falls_back_to_the_dense_reference_unasked(install):
     install((9, 0), FA2=fa2)
-    told = "no fast attention kernel for cuda, torch.float32.*bf16 .*autocast.*attention='reference'"
+    told = r"kernel for cuda, torch.float32.*; on FSDP2 set \+\S+=bf16 .*autocast\), or set .*reference"
     with pytest.raises(ValueError, match=told), advising():
         choose_kernel("auto", "cuda", torch.float32, 64)
+    with pytest.raises(ValueError, match=r"bfloat16, head dim 512 .*\); install flash-attn, or set"), advising():
+        choose_kernel("auto", "cuda", torch.bfloat16, 512)
     assert choose_kernel("auto", "cuda", torch.bfloat16, 64, softcap=True) is flash_attn

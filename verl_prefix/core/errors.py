@@ -15,7 +15,15 @@ class NoKernel(ValueError):
 
 
 class NoFastKernel(NoKernel):
-    """No fast attention kernel for a GPU can run a layer's inputs. The slow `reference` can, where it is asked for."""
+    """No fast attention kernel for a GPU can run a layer's inputs. The slow `reference` can, where it is asked for.
+
+    Args:
+        in_16_bits: the inputs have 16 bits. Fast kernels take no others.
+    """
+
+    def __init__(self, message: str, in_16_bits: bool = True) -> None:
+        super().__init__(message)
+        self.in_16_bits = in_16_bits
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -92,7 +92,7 @@ def _chosen(
         what = f"{device_type}, {dtype}, head dim {head_dim}{', softcap' if softcap else ''}"
         if device_type == "cuda":
             reasons = "; ".join(f"{other}: {refusal(KERNELS[other])}" for other in ("flash_attn", "aten"))
-            raise NoFastKernel(f"no fast attention kernel for {what} ({reasons})")
+            raise NoFastKernel(f"no fast attention kernel for {what} ({reasons})", dtype.itemsize == 2)
         logger.warning("prefix: no fast attention kernel for %s; the dense reference runs, which is slow", what)
         return reference
     if name not in KERNELS:

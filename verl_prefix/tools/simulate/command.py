@@ -120,8 +120,8 @@ def simulated(job: Job, gpu: str, fit_gib: float | None, per_node: int) -> dict[
     hardware = replace(read_hardware(gpu), per_node=per_node)
     if job.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
-            f"--simulate: flash attention takes 16-bit inputs, and param_dtype is {job.dtype}; set "
-            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
+            f"--simulate: flash attention takes 16-bit inputs, and param_dtype is {job.dtype}; on FSDP2 set "
+            "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
         )
     arms, fitting, division = compare(job, hardware), {}, job.memory.division
     if fit_gib:
