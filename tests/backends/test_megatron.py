@@ -414,6 +414,27 @@ def test_prefixes_that_do_not_live_at_once_follow_each_other(models, ranks, worl
     assert ranks(world, models)(_rounds, which) == [wanted] * world
 
 
+@pytest.mark.parametrize(
+    ("learns", "fields"),
+    [
+        (False, {}),
+        (False, {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0}),  # mbridge's GLM-4.5
+        (True, {"moe_router_enable_expert_bias": True}),
+        (True, {"moe_aux_loss_coeff": 0.1}),
+        (False, {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "none"}),
+        (False, {"moe_aux_loss_coeff": [0.0], "moe_router_load_balancing_type": ["aux_loss"]}),
+        (True, {"moe_aux_loss_coeff": [0.0, 0.1], "moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"]}),
+    ],
+)
+def test_last_tokens_are_counted_where_routers_learn_from_them(learns, fields):
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "moe_router_score_function": "sigmoid"}
+    for num_experts in (None, 4):
+        config = TransformerConfig(**sizes, num_moe_experts=num_experts, **fields)
+        assert mcore.counts_tokens(mock.Mock(spec=["config"], config=config)) is (learns and num_experts is not None)
+
+
 # Losses for balance, over tokens, and over rows, of which a packed row is one in stock, too.
 BALANCED = {
     name: {"moe_router_load_balancing_type": name, "moe_aux_loss_coeff": 0.1} for name in ("aux_loss", "seq_aux_loss")

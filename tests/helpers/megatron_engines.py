@@ -36,9 +36,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_deep": ("qwen3", {"num_hidden_layers": 4}, {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}, {}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
-    # mbridge's biases, without its loss for balance; scores of experts that were not normalised
+    # mbridge's biases, of which it moves none by itself; scores of experts that were not normalised
     # (mbridge/models/mixtral.py:99).
-    "glm4_moe": ("glm4_moe", {"attention_bias": True}, {"moe_router_load_balancing_type": "none"}),
+    "glm4_moe": ("glm4_moe", {"attention_bias": True}, {"moe_router_bias_update_rate": 0.001}),
     "mixtral": ("mixtral", {}, {"moe_router_pre_softmax": False}),
     "deepseek_v3": ("deepseek_v3", {}, {}),
     "deepseek_v3_yarn": ("deepseek_v3", {"rope_parameters": YARN}, {}),

@@ -92,8 +92,7 @@ def _build(
     from verl_prefix.backends.megatron import PrefixMegatronEngine
 
     name, ours = Path(path).name, backend == "prefix_megatron"
-    # mbridge gives GLM-4.5's routers a loss, which follows how rows fall into micro-batches.
-    override = {"moe_router_load_balancing_type": "none"} | RECOMPUTE[recompute]
+    override = RECOMPUTE[recompute]
     if frozen is not None:  # verl's key for routers: it has none for others
         fields["override_mcore_model_config"] = {"moe_config": {"freeze_moe_router": True}}
 

@@ -245,7 +245,8 @@ def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
             f"{key}: a shared prefix does not support this {hf_config.model_type} model on Megatron: "
             f"{'; '.join(reasons)}. Set model_engine=prefix where FSDP2 trains it, {STOCK}"
         )
-    unasked = BALANCED_BY_MBRIDGE.get(hf_config.model_type, "none") if megatron.vanilla_mbridge else "none"
+    by_mbridge = megatron.vanilla_mbridge and override.get("moe_aux_loss_coeff")
+    unasked = BALANCED_BY_MBRIDGE.get(hf_config.model_type, "none") if by_mbridge else "none"
     balancing = override.get("moe_router_load_balancing_type", unasked)
     balancing = OmegaConf.to_container(balancing) if OmegaConf.is_config(balancing) else balancing
     kinds = [balancing] if isinstance(balancing, str) else list(balancing or ())

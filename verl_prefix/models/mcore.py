@@ -312,13 +312,13 @@ def scale_auxiliary_losses(module: torch.nn.Module, num_passes: int, device: tor
 
 
 def counts_tokens(module: torch.nn.Module) -> bool:
-    """Whether routers count tokens: for biases that follow the counts, or for auxiliary losses. The same on every
-    stage, whatever layers it has."""
+    """Whether routers learn from counts of tokens, by biases or auxiliary losses. The same on every stage."""
     config = unwrapped(module).config
     coefficients = config.moe_aux_loss_coeff
     balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
     balanced = balanced and config.moe_router_load_balancing_type not in ("none", ["none"])
-    return config.num_moe_experts is not None and (config.moe_router_enable_expert_bias or balanced)
+    biased = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate != 0
+    return config.num_moe_experts is not None and (biased or balanced)
 
 
 def scale_of(attention: Any, width: int) -> float:

@@ -15,7 +15,8 @@ from verl_prefix.models.support import num_experts
 TEXT_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 # Of them, those with multi-head latent attention.
 LATENT_TYPES = ("deepseek_v3",)
-# And those to which mbridge gives a loss of routers unasked (mbridge/models/glm4moe.py). Others get none.
+# And those whose loss of routers mbridge chooses unasked (mbridge/models/glm4moe.py). It is 0 without a coefficient, of
+# which mbridge sets none. Others get no loss.
 BALANCED_BY_MBRIDGE = {"glm4_moe": "seq_aux_loss"}
 
 
