@@ -60,7 +60,7 @@ class ExpertLoads:
         loads = loads[loads.sum(1) > 0]
         if not len(loads):
             return {}
-        deviation = loads * loads.shape[1] / loads.sum(1, keepdim=True).clamp(min=1) - 1
+        deviation = loads * loads.shape[1] / loads.sum(1, keepdim=True) - 1
         by_layer = {"max_vio": deviation.amax(1), "avg_vio": deviation.abs().mean(1)}
         return {
             f"prefix/moe/{name}/{over}": value
