@@ -20,6 +20,7 @@ from megatron_engines import MODELS, engine, errors_of, measure, write_megatron_
 
 PACKED, PHASED = {"schedule": "packed"}, {"schedule": "phased", "wave_tokens": 20}
 FUSED = {"override_transformer_config": {"gradient_accumulation_fusion": True}}
+OVERLAP = {"override_ddp_config": {"overlap_grad_reduce": True}}
 ROPE = {"override_transformer_config": {"apply_rope_fusion": True}}
 EXPERTS = {"override_transformer_config": {"moe_router_fusion": True, "gradient_accumulation_fusion": True}}
 SELECTIVE = {"override_transformer_config": {"recompute_granularity": "selective", "apply_rope_fusion": True}}
@@ -37,6 +38,8 @@ CASES: dict[int, dict[str, te_ranks.Case]] = {
         "phased": ("qwen3", PHASED, {}, "steps"),
         "biases_fused_gradients": ("qwen2", PHASED, FUSED, "steps"),
         "tied_fused_gradients": ("qwen3_tied", PHASED, FUSED, "steps"),
+        # lm_head, whose kernel is mcore's, runs in phase A, too.
+        "offload_fused_gradients": ("qwen3", PHASED | {"offload": True}, FUSED | OVERLAP, "turns"),
         "first_update": ("qwen3", PHASED, FUSED, "update"),
         "overwritten": ("qwen3", PHASED, FUSED, "overwritten"),
         "fused_rope_selective": ("qwen3", PHASED, SELECTIVE, "steps"),
@@ -73,11 +76,11 @@ def on_te(models, tmp_path_factory):
 
 
 # What follows runs on ranks.
-def _local(models: dict, name: str) -> dict:
+def _local(models: dict, name: str, runs: str = "steps") -> dict:
     """What verl's own engine finds on the local spec, whole."""
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-    return measure(engine(MegatronEngineWithLMHead, models[name], model=name), {})
+    return measure(engine(MegatronEngineWithLMHead, models[name], model=name), te_ranks.ROWS[runs])
 
 
 @pytest.mark.parametrize(
@@ -86,11 +89,12 @@ def _local(models: dict, name: str) -> dict:
         pytest.param(world, which, marks=pytest.mark.more if world == 2 else ())
         for world, cases in CASES.items()
         for which, case in cases.items()
-        if case[3] == "steps"
+        if case[3] in te_ranks.ROWS
     ],
 )
 def test_te_spec_is_the_local_spec(models, ranks, on_te, world, which):
-    (truth,) = ranks(1, models)(_local, CASES[world][which][0])
+    name, _, _, runs = CASES[world][which]
+    (truth,) = ranks(1, models)(_local, name, runs)
     errors = errors_of(on_te(world)[which], truth)
     assert max(errors.values()) < TOLERANCE, (max(errors, key=errors.__getitem__), max(errors.values()))
 

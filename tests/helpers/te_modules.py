@@ -1,5 +1,6 @@
 """Modules of TransformerEngine, in plain torch on a CPU, with the signatures of its release 2.16.1: see `te_cpu`."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,18 +25,19 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, module: Any, is_first_microbatch: bool | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.args = module, is_first_microbatch
+        ctx.args = module, is_first_microbatch, weakref.ref(weight)
         y = _gathered(x, module, "column") @ weight.t()
         return _reduced(y, module, "row")
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight), (module, is_first_microbatch) = ctx.saved_tensors, ctx.args
+        (x, weight), (module, is_first_microbatch, origin) = ctx.saved_tensors, ctx.args
         grad = _gathered(grad, module, "row")
         total = _gathered(x, module, "column")
         grad_x = _reduced(grad @ weight, module, "column")
         grad_weight = grad.reshape(-1, grad.shape[-1]).t() @ total.reshape(-1, total.shape[-1])
         if module.fuse_wgrad_accumulation:
+            weight = origin()  # hooks of saved tensors hand back others
             if is_first_microbatch:
                 weight.main_grad.copy_(grad_weight)
             else:

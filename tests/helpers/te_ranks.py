@@ -14,9 +14,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # A model of `megatron_engines.MODELS`, fields of PrefixConfig, how the engine is built, and what it runs: "steps" as
-# `megatron_engines.measure`; "update", the first that the model runs, as under rollout.bypass_mode; "overwritten", an
-# update in which TE's linear layers take phase A for the first forward of their lives.
+# `megatron_engines.measure`, and "turns" likewise, of agents; "update", the first that the model runs, as under
+# rollout.bypass_mode; "overwritten", an update in which TE's linear layers take phase A for the first forward of their
+# lives.
 Case = tuple[str, dict[str, Any], dict[str, Any], str]
+ROWS: dict[str, dict[str, Any]] = {"steps": {}, "turns": {"turns": "kept"}}
 
 
 def run(world: int, models: dict[str, str], cases: dict[str, Case], folder: Path) -> dict[str, dict[str, Any]]:
@@ -80,8 +82,8 @@ def _measure(
     built = engine(PrefixMegatronEngine, models[name], model=name, prefix={"verify": "off"} | prefix, **layout)
     kinds = {type(part) for part in built.module[0].modules()}
     assert {extensions.TEDotProductAttention, extensions.TERowParallelLinear} <= kinds
-    if runs == "steps":
-        return measure(built, {})
+    if runs in ROWS:
+        return measure(built, ROWS[runs])
     with built.train_mode(disable_auto_offload=True), _overwriting(runs == "overwritten"):
         built.optimizer_zero_grad()
         built.forward_backward_batch(batch_of(built, (0,), {}), _loss({}))

@@ -12,6 +12,7 @@ from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.models.mcore import router_counts, scale_auxiliary_losses, unwrapped
 from verl_prefix.models.mcore_pipeline import gather_routes
+from verl_prefix.models.replaced import replaced
 
 
 @dataclass(eq=False)
@@ -35,7 +36,9 @@ class MegatronRunner(PlanRunner):
         model: Any = self.forward.model
         model.auxiliary_weight = len(plan.passes) / max(sum(bool(each.groups) for each in plan.passes), 1)
         try:
-            with self.module.no_sync():
+            # Else mcore's hooks insist on a gradient, and its fused kernels leave none in the phase C of a prefix that
+            # waits on the host: in place of a parameter they find a tensor without mcore's marks.
+            with self.module.no_sync(), replaced(self.module.ddp_config, "overlap_grad_reduce", False):
                 self.run_passes(tokens, plan)
             if self.module.ddp_config.overlap_grad_reduce:
                 self.module.start_grad_sync()
