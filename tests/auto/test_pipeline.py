@@ -145,6 +145,15 @@ def test_prefixes_that_live_at_once_keep_what_a_pass_of_a_whole_model_does(
     assert costs(stages, offload=True).plan(groups, budget, "phased").at_once is None
 
 
+def test_prefixes_on_the_host_add_two_layers_for_each_stage():
+    model = costs(4, offload=True)
+    one, four, sixteen = (
+        peak_bytes(SHAPE, make_plan(groups_of(number, 6000, 700, 8), 8192, "phased", offload=True), (), model.memory)
+        for number in (1, 4, 16)
+    )
+    assert one < four == sixteen < 1.2 * one
+
+
 @pytest.mark.parametrize("checkpointed", [True, False])
 @pytest.mark.parametrize(("prefix", "suffix", "size", "number"), [(8000, 700, 8, 64), (8000, 300, 16, 128)])
 def test_longer_waves_add_an_eighth_with_several_stages_too(checkpointed, prefix, suffix, size, number):

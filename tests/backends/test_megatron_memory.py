@@ -6,6 +6,7 @@ import megatron_engines
 import pytest
 from engines import _batch, _loss
 from simulations import H100
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig
 
 pytest.importorskip("megatron.core")
@@ -130,3 +131,59 @@ def test_the_fullest_stage_holds_what_is_said_of_it(ranks, tmp_path_factory, nam
     padded = 4 * max(x[3] for x in held)
     assert gradients == pytest.approx(said.gradients, rel=0.01, abs=padded)
     assert kept == pytest.approx(said.optimizer, rel=0.01, abs=3 * padded)
+
+
+def _waiting(path: str) -> tuple[int, list[int], list[int]]:
+    """Of an update on two stages whose prefixes wait in host memory: how many there are, how many hidden states are on
+    the device while waves run, and of how many prefixes keys, values or their gradients, before each pass."""
+    from verl_prefix.backends.megatron import PrefixMegatronEngine
+    from verl_prefix.backends.pipeline import PipelineRunner
+    from verl_prefix.core.forward import PackedForward
+    from verl_prefix.models.mcore_pipeline import Neighbours
+
+    prefix = {"schedule": "phased", "wave_tokens": 20, "offload": True, "verify": "off"}
+    engine = megatron_engines.engine(PrefixMegatronEngine, path, prefix=prefix, pipeline_model_parallel_size=2)
+    groups = [(uid, 41, [9, 10, 8], "") for uid in "abcdef"]
+    hidden, caches, of_hidden, of_caches = list[StorageWeakRef](), [], list[int](), list[int]()
+
+    def spied(owner: type, name: str, spy) -> None:
+        own = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **kwargs: spy(own, *args, **kwargs))
+
+    def received(own, *args):
+        if (found := own(*args)) is not None:
+            hidden.append(StorageWeakRef(found.untyped_storage()))
+        return found
+
+    def sent(own, neighbours, output):
+        if output.dim() == 3:  # not the last stage's, of lm_head
+            hidden.append(StorageWeakRef(output.untyped_storage()))
+        own(neighbours, output)
+
+    def begun(own, *args):
+        found = own(*args)
+        caches.extend(found.phase_a.caches)
+        return found
+
+    def ran(own, *args, **kwargs):
+        of_hidden.append(sum(not ref.expired() for ref in hidden))
+        shelved = ([*cache._stored._shelved.values(), *cache._grads._shelved.values()] for cache in caches)
+        of_caches.append(sum(any(one.on_device is not None for one in each) for each in shelved))
+        return own(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, engine.train_mode(disable_auto_offload=True):
+        spied(Neighbours, "receive_hidden", received)
+        spied(Neighbours, "send_hidden", sent)
+        spied(PipelineRunner, "_begin", begun)
+        spied(PackedForward, "packed", ran)
+        spied(PipelineRunner, "_phase_c", ran)
+        vocab = engine.model_config.hf_config.vocab_size
+        engine.forward_backward_batch(_batch(0, vocab, {"groups": groups, "budget": 60}), _loss({}))
+    return len(caches), of_hidden, of_caches
+
+
+def test_prefixes_that_wait_on_the_host_have_nothing_on_the_device(ranks, tmp_path):
+    """But for those of the waves that are in the pipeline."""
+    for prefixes, of_hidden, of_caches in ranks(2)(_waiting, megatron_engines.write_megatron_model(tmp_path, "qwen3")):
+        assert prefixes == 6 and max(of_hidden) == 0
+        assert of_caches[0] == 0 and 1 <= max(of_caches) <= 2

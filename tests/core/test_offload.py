@@ -376,6 +376,17 @@ def test_a_shelf_has_two_keys_on_the_device_the_next_one_before_it_is_asked_for(
     assert all(torch.equal(shelf[layers[i]][0], truth[i][0].t()) for i in (5, 4, 2)), "20 is next to 11 now"
 
 
+def test_a_cache_that_was_put_away_brings_back_what_is_asked_for(counts):
+    with OffloadedPrefixCache(CPU, counts) as cache:
+        for layer in range(3):
+            cache.capture(layer, torch.full((4,), float(layer), requires_grad=True))
+        cache.add_grad(2, slice(0, 2), torch.ones(2))
+        cache.put_away()
+        shelved = [one for shelf in (cache._stored, cache._grads) for one in shelf._shelved.values()]
+        assert len(shelved) == 4 and all(one.on_device is None for one in shelved)
+        assert cache.read(2)[0].tolist() == [2] * 4 and cache.take(2)[0].tolist() == [1, 1, 0, 0]
+
+
 def test_what_a_shelf_leaves_on_the_device(monkeypatch):
     shelf = Shelf(HostCopies(CPU), written=True)
     stays = {

@@ -222,7 +222,9 @@ class _Added:
         # Keys and values of the heads that this rank has, of the tokens of all ranks that share the pass.
         cached = shape.kv / min(self.slices, shape.kv_heads) * prefix * self.slices
         if memory.offload:
-            back, cached = AHEAD * self.kept(prefix, attention=False), 2 * cached / max(len(shape.windows), 1)
+            back = AHEAD * self.kept(prefix, attention=False)
+            # Of two layers: on a pipeline of as many prefixes as it has stages, between whose backwards it is.
+            cached *= 2 / max(len(shape.windows), 1) * min(alive, 1.0) * memory.stages
             dormant = waiting = 0.0
         else:
             cached *= alive

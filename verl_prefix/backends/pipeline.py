@@ -6,8 +6,8 @@
 
 So a pipeline fills and drains once for a round, and not once for each pass. Only hidden states, their gradients and
 shapes travel: what suffixes read of prefixes, and what they send back, stays on its stage. The graphs of a round's
-prefixes live at once; with `offload` there is one round, and they wait on the host. Without backward there is one
-prefix at a time.
+prefixes live at once; with `offload` there is one round, and they wait on the host. The device then has keys and values
+of no more prefixes than the pipeline has stages. Without backward there is one prefix at a time.
 
 Source: megatron-core 0.16.1, megatron/core/pipeline_parallel/schedules.py
 (forward_backward_pipelining_without_interleaving), p2p_communication.py.
@@ -22,6 +22,7 @@ import torch
 
 from verl_prefix.backends.megatron_runner import MegatronRunner
 from verl_prefix.core.forward import TokenBatch
+from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.pass_notes import NotesOfBackwards, PassNote
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
@@ -90,17 +91,26 @@ class PipelineRunner(MegatronRunner):
         neighbours.take(read)
         phase_a = self.phase_a(tokens, planned, cache)
         neighbours.send_hidden(phase_a.output)
+        if isinstance(cache, OffloadedPrefixCache):  # which has copied to the host what backward needs of these
+            cache.put_away()
+            for hidden in filter(torch.is_tensor, (read, phase_a.output)):
+                hidden.data = hidden.new_empty(()).expand_as(hidden)  # the shape stays, by which gradients are checked
         return _Begun(planned, phase_a, read)
 
     def _run_1f1b(self, tokens: TokenBatch, micro_batches: Sequence[_MicroBatch]) -> None:
         """Runs forwards and backwards of packed passes and waves in mcore's order."""
         assert self.step is not None
         step, left = self.step, iter(micro_batches)
+        every = {cache for micro_batch in micro_batches for cache in micro_batch.caches}
+        offloaded = [cache for cache in every if isinstance(cache, OffloadedPrefixCache)]
         with NotesOfBackwards() as backwards:
 
             def forward() -> tuple[torch.Tensor, Any]:
                 """The next micro-batch's output here, and what makes a loss of the last stage's output."""
                 packed_row, caches, (phase, part) = next(left)
+                for cache in offloaded:
+                    if cache not in caches:
+                        cache.put_away()
                 annotated = PassNote(phase, packed_row.groups, part)
                 with annotated:
                     done = self.forward.packed(tokens, packed_row, caches)

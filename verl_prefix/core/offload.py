@@ -93,7 +93,8 @@ class OffloadedPrefixCache(PrefixCache):
         self.device = device
         self.counts = counts
         self._copies = HostCopies(device)
-        super().__init__(Shelf(self._copies, written=False), Shelf(self._copies, written=True))
+        self._shelves = Shelf(self._copies, written=False), Shelf(self._copies, written=True)
+        super().__init__(*self._shelves)
         self._dormant: dict[tuple[int, int], Dormant] = {}  # in the order of the last save
         self._returning: list[Dormant] = []  # not back yet, the next one last
         self._num_bytes = 0  # of dormant storages
@@ -110,6 +111,11 @@ class OffloadedPrefixCache(PrefixCache):
 
     def saving(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self._pack, self._unpack)
+
+    def put_away(self) -> None:
+        """Frees the device of keys, values and grad caches until one is asked for."""
+        for shelf in self._shelves:
+            shelf.put_away()
 
     def _end_waves(self) -> None:
         super()._end_waves()

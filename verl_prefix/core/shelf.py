@@ -106,6 +106,11 @@ class Shelf(MutableMapping[LayerKey, Tensors]):
             self._wait(shelved)
         self._shelved, self._staying, self._layers = {}, {}, []
 
+    def put_away(self) -> None:
+        """Frees the device of all layers until one is asked for."""
+        self._free_all_but()
+        self._last = -1
+
     def _free_all_but(self, *layers: int) -> None:
         """Frees the device of all other layers. What the host lacks of them is copied there first."""
         for layer, shelved in [*self._shelved.items()]:
