@@ -277,6 +277,21 @@ def test_rows_are_refused_whose_positions_verls_engine_does_not_read(models, ran
     assert jump or error < TOLERANCE
 
 
+def _numbered_from_1(models: dict) -> str:
+    engine, _ = _pair(models["qwen3"], {}, "phased")
+    data = _rows(engine)
+    rows = [x + 1 for x in data["position_ids"].unbind()]
+    data["position_ids"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    with engine.eval_mode(disable_auto_offload=True), pytest.raises(ValueError) as error:
+        engine.infer_batch(data)
+    return str(error.value)
+
+
+def test_rows_are_refused_whose_positions_do_not_begin_at_0(models, ranks):
+    (message,) = ranks(1, models)(_numbered_from_1)
+    assert "position_ids are 1, 2, 3 around its token 0" in message
+
+
 def _saved(models: dict, schedule: str) -> list[float]:
     engine = _shared()("prefix_megatron", models["deepseek_v3_yarn"], SCHEDULES[schedule])
     with engine.train_mode(disable_auto_offload=True):

@@ -131,7 +131,7 @@ class MegatronBackend(Backend):
 
     @property
     def stock_facts(self) -> StockFacts:
-        return StockFacts(dense_mask=False, separates_rows=False, wrong_when_sharded=None)
+        return StockFacts(dense_mask=False, separates_rows=False, wrong_when_sharded=None, numbers_rows=True)
 
     @functools.cached_property
     def replay(self) -> Replay | None:

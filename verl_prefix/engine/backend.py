@@ -83,7 +83,9 @@ class StockFacts(NamedTuple):
         equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows. If False, the
             self-check takes rows that run it equally often on every rank.
         rows_begin_at_zero: verl starts a packed row at every position id 0. If False, it starts one where ids do not
-            go up by 1, or reads no ids. Rows with other position ids are refused.
+            go up by 1. Rows with other position ids are refused.
+        numbers_rows: verl reads no position ids, and numbers the tokens of each row 0, 1, 2, ... Rows with other
+            position ids are refused.
     """
 
     dense_mask: bool
@@ -91,6 +93,7 @@ class StockFacts(NamedTuple):
     wrong_when_sharded: str | None
     equal_tower_runs: bool = False
     rows_begin_at_zero: bool = False
+    numbers_rows: bool = False
 
 
 class Replay(NamedTuple):
