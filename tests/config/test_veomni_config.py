@@ -30,7 +30,8 @@ def installed(monkeypatch):
 def paths(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("tiny")
     families = ("qwen3", "qwen3_moe", "phi3", "qwen3_5_text", "qwen3_vl", "qwen2_5_vl")
-    return {family: write_tiny_model(tmp / family, family=family) for family in families}
+    dense = write_tiny_model(tmp / "qwen3_moe_dense", family="qwen3_moe", mlp_only_layers=[0])
+    return {family: write_tiny_model(tmp / family, family=family) for family in families} | {"qwen3_moe_dense": dense}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def test_what_is_accepted_builds_both_engines_configs(paths, family, overrides):
         ("qwen3", f"{VEOMNI}.init_device=cuda", r"veomni.init_device=cuda: on 8 GPUs VeOmni .* from meta alone"),
         ("qwen3", "trainer.n_gpus_per_node=1", r"init_device=meta: on 1 GPU VeOmni .* from cuda alone; set that"),
         ("qwen3", f"{VEOMNI}.router_replay.mode=R2", r"=R2: qwen3 has other routers than qwen3_moe; set .*=disabled"),
+        ("qwen3_moe_dense", f"{VEOMNI}.router_replay.mode=R2", r"=R2: its layers without experts .*; set .*=disabled"),
         ("qwen3_moe", f"{VEOMNI}.router_replay.mode=R3", r"mode=R3 and .*routing_replay=False: .* set .*=True and"),
         ("qwen3", f"{REF}.veomni.router_replay.mode=R3", r"ref.veomni.router_replay.mode=R3"),
         ("qwen3", f"{ROLES}.rollout.enable_rollout_routing_replay=True", r"routed_experts, which nobody replays"),

@@ -41,6 +41,8 @@ def why_not_replayed(config: PretrainedConfig, types: Sequence[str] = MODEL_TYPE
         return f"{config.model_type} has other routers than {', '.join(types)}"
     if text.num_experts_per_tok == 1:
         return "num_experts_per_tok=1, where a token without a record cannot be told from one of expert 0"
+    if types == VEOMNI_TYPES and (text.mlp_only_layers or text.decoder_sparse_step != 1):
+        return "its layers without experts (mlp_only_layers, decoder_sparse_step) shift what VeOmni records of others"
     return ""
 
 
