@@ -203,6 +203,24 @@ def _returned(models: dict, schedule: str, built: tuple) -> dict[str, float]:
     return _errors(*found)
 
 
+def _gradient_bytes(models: dict) -> tuple[list[float], int]:
+    """What gradients will add while all is there, after a stay on the host without and with them; and their bytes."""
+    from verl.utils import megatron_utils
+
+    engine, _ = _pair(models["qwen3"], {}, "phased")
+    found = [engine.backend.gradient_bytes()]
+    for load_grad in (False, True):
+        megatron_utils.offload_megatron_model_to_cpu(engine.module)
+        megatron_utils.load_megatron_model_to_gpu(engine.module, load_grad=load_grad)
+        found.append(engine.backend.gradient_bytes())
+    return found, 4 * sum(parameter.numel() for parameter in engine.module[0].parameters())
+
+
+def test_gradients_add_their_buffer_where_param_offload_has_freed_it(models, ranks):
+    (((before, without, back), least),) = ranks(1, models)(_gradient_bytes)
+    assert before == back == 0 and least <= without < 1.1 * least
+
+
 # verl's own ends with a whole optimizer.
 STAYED = [(name, of) for name in BUILT if "whole" not in name for of in SCHEDULES if of != "stock"]
 QUICK = {
@@ -244,7 +262,7 @@ def test_a_nan_goes_into_the_weights_or_ends_the_job_and_its_rows_are_named(mode
     for error, finite in found:
         assert ("found NaN in local grad norm" in error) == finite == (overlap != "none"), found
     (line,) = logged
-    assert "advantages of rows " in line and "takes gradients that are not finite into the weights" in line
+    assert "advantages of rows " in line and "not finite into the weights, or ends the job under megatron.dtype" in line
 
 
 def _numbered(models: dict, jump: int) -> tuple[str, float]:

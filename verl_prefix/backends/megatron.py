@@ -77,7 +77,10 @@ class MegatronBackend(Backend):
     different rows, as with VeOmni, and ranks of context parallelism.
     """
 
-    after_not_finite = "verl's Megatron engine takes gradients that are not finite into the weights"
+    after_not_finite = (
+        "verl's Megatron engine takes gradients that are not finite into the weights, or ends the job under "
+        "megatron.dtype=float16"
+    )
 
     def __init__(self, engine: VerlMegatronEngine) -> None:
         self._engine = engine
@@ -149,7 +152,11 @@ class MegatronBackend(Backend):
         return Memory.of_megatron(self._engine.engine_config, torch.distributed.get_world_size(), options)
 
     def gradient_bytes(self) -> float:
-        return 0.0  # the buffer that holds them is there before an update begins
+        if not self.trains:
+            return 0.0
+        # Their buffers last, but param_offload frees the memory of these beside updates.
+        buffers = [*self._module.buffers, *self._module.expert_parallel_buffers]
+        return float(sum(x.grad_data.nbytes for x in buffers if not x.grad_data.untyped_storage().nbytes()))
 
     def new_runner(
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
@@ -251,7 +258,8 @@ class MegatronBackend(Backend):
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """Also keeps what routers have counted, and their biases, which mcore moves whenever gradients are reduced.
-        Inside, no loss balances experts, since such losses depend on how rows fall into passes."""
+        Inside, no loss balances experts, since such losses depend on how rows fall into passes; and verl, which counts
+        n // slices tokens of a micro-batch of n where Megatron-Bridge divides gradients by tokens, counts rows."""
         if not self.trains:
             yield
             return
@@ -269,7 +277,13 @@ class MegatronBackend(Backend):
             balance = model.config.moe_aux_loss_coeff
             nothing = [0.0] * len(balance) if isinstance(balance, list) else 0.0
             stack.enter_context(replaced(model.config, "moe_aux_loss_coeff", nothing))
+            count = functools.partial(_rows_times, self.ranks.slices)
+            stack.enter_context(replaced(self._engine, "_routed_num_tokens", count))
             yield
+
+
+def _rows_times(slices: int, data: TensorDict) -> torch.Tensor:
+    return torch.tensor(len(data) * slices, device=data["input_ids"].device)
 
 
 class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
