@@ -79,9 +79,7 @@ def _numbered(path: str, how: str, attention: str, packs: bool) -> tuple[str, fl
             output = engine.infer_batch(data.copy())["model_output"]
             found[backend] = torch.cat(_responses(output["log_probs"], data))
     try:
-        rows.BatchRows(data).check_positions_and_pixels(
-            engine.module.config, engine.backend.stock_facts.rows_begin_at_zero
-        )
+        rows.BatchRows(data).check_positions_and_pixels(engine.module.config, engine.backend.stock_facts.row_begins)
     except ValueError as error:
         message = str(error)
     return message, _relative(found["prefix"], found["fsdp2"])

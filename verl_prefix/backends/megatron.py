@@ -134,7 +134,7 @@ class MegatronBackend(Backend):
 
     @property
     def stock_facts(self) -> StockFacts:
-        return StockFacts(dense_mask=False, separates_rows=False, wrong_when_sharded=None, numbers_rows=True)
+        return StockFacts(dense_mask=False, separates_rows=False, wrong_when_sharded=None, row_begins="places")
 
     @functools.cached_property
     def replay(self) -> Replay | None:

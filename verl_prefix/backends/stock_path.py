@@ -119,7 +119,7 @@ class FSDPStockPath:
         attention = engine.module.config.get_text_config()._attn_implementation
         self.facts = StockFacts(
             dense_mask=not is_varlen(attention),
-            rows_begin_at_zero=is_varlen(attention),
+            row_begins="zeros" if is_varlen(attention) else "jumps",
             separates_rows=engine.use_remove_padding and self._leak is not None,
             wrong_when_sharded=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
         )

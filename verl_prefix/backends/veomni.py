@@ -45,7 +45,7 @@ class VeOmniBackend(HFBackend):
         # VeOmni's models run a tower for images and for videos, on zeros where a micro-batch has none.
         return StockFacts(
             dense_mask=not by_bounds, separates_rows=False, wrong_when_sharded=None, equal_tower_runs=True,
-            rows_begin_at_zero=by_bounds,
+            row_begins="zeros" if by_bounds else "jumps",
         )  # fmt: skip
 
     def memory(self, options: PrefixConfig) -> Memory:

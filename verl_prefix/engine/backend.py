@@ -82,18 +82,16 @@ class StockFacts(NamedTuple):
             computes whole rows; None: it is right.
         equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows. If False, the
             self-check takes rows that run it equally often on every rank.
-        rows_begin_at_zero: verl starts a packed row at every position id 0. If False, it starts one where ids do not
-            go up by 1. Rows with other position ids are refused.
-        numbers_rows: verl reads no position ids, and numbers the tokens of each row 0, 1, 2, ... Rows with other
-            position ids are refused.
+        row_begins: where verl begins a row in a pack: at "zeros", position ids 0; at "jumps", ids that do not go up by
+            1; or at "places" that it knows, since it reads no ids and numbers the tokens of each row 0, 1, 2, ... Rows
+            with other position ids are refused.
     """
 
     dense_mask: bool
     separates_rows: bool
     wrong_when_sharded: str | None
     equal_tower_runs: bool = False
-    rows_begin_at_zero: bool = False
-    numbers_rows: bool = False
+    row_begins: str = "jumps"
 
 
 class Replay(NamedTuple):

@@ -152,8 +152,7 @@ class PrefixEngine:
         if isinstance(path, WhyStock):
             return self._take_stock_path(path, batch)
         with together("checking rows"):
-            facts = self.backend.stock_facts
-            computed.check_positions_and_pixels(self.backend.config, facts.rows_begin_at_zero, facts.numbers_rows)
+            computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.row_begins)
         self.backend.begin_shared_path(computed)
         computed = self._with_loss_fields(computed)
         batch.metrics |= self._verification.check(computed, groups, path.plan, loss, forward_only)

@@ -205,14 +205,14 @@ class BatchRows:
         longest = max((end + 1 for group in groups for end in group.row_ends), default=1)
         return int(self.data["micro_batch_size_per_gpu"]) * longest
 
-    def check_positions_and_pixels(self, config: Any, rows_begin_at_zero: bool, numbers_rows: bool = False) -> None:
+    def check_positions_and_pixels(self, config: Any, row_begins: str) -> None:
         """Checks two things, without which our results would silently differ from the stock path's. Pixels belong to
         prompts. And a stock path that packs rows finds each row's begin by position ids, or reads none. Of their four
         axes (text, time, height, width) the first decides; the others jump at images.
 
         Args:
             config: the model's.
-            rows_begin_at_zero, numbers_rows: of `backend.StockFacts`.
+            row_begins: of `backend.StockFacts`.
 
         Raises:
             ValueError: naming row and uid.
@@ -224,9 +224,12 @@ class BatchRows:
         positions = positions[0] if positions.dim() == 2 else positions
         row_of_token = torch.arange(len(lens)).repeat_interleave(lens)
         place = torch.arange(len(row_of_token)) - (lens.cumsum(0) - lens)[row_of_token]
-        begins = positions == 0 if rows_begin_at_zero else (place == 0) | (positions.diff(prepend=positions[:1]) != 1)
-        wrong = (positions != place if numbers_rows else begins != (place == 0)).nonzero()[:, 0]
-        if len(wrong) and (rows_begin_at_zero or numbers_rows or self.flag("use_remove_padding", True)):
+        wrong = {
+            "zeros": (positions == 0) != (place == 0),
+            "jumps": (positions.diff(prepend=positions[:1]) != 1) & (place != 0),
+            "places": positions != place,
+        }[row_begins].nonzero()[:, 0]
+        if len(wrong) and (row_begins != "jumps" or self.flag("use_remove_padding", True)):
             number, at = int(row_of_token[wrong[0]]), int(place[wrong[0]])
             near = ", ".join(map(str, positions[row_of_token == number][max(at - 2, 0) : at + 3].tolist()))
             raise ValueError(
