@@ -79,6 +79,7 @@ CONTRACT = {
     f"{V1}.trainer_base:PPOTrainer.init": "self",
     f"{V1}.trainer_base:PPOTrainer.fit": "self agent_loop_manager",
     f"{V1}.trainer_base:PPOTrainer.on_step_begin": "self",
+    f"{V1}.trainer_base:PPOTrainer.on_sample_begin": "self",
     f"{V1}.trainer_base:PPOTrainer.on_sample_end": "self",
     f"{V1}.trainer_base:PPOTrainer.on_step_end": "self",
     f"{V1}.trainer_base:PPOTrainer._update_actor": "self batch metrics",
