@@ -43,7 +43,7 @@ CASES = {
     **{family: {"schedule": "packed"} for family in ("qwen3_moe", "deepseek_v3", "gpt_oss")},
     "gpt_oss_phased": PHASED,
 }  # hybrids: test_fuzz.py  # fmt: skip
-QUICK = ("turns_phased_exchanged", "turns", "padded", "ulysses", "auto")
+QUICK = ("turns_phased_exchanged", "padded", "ulysses", "auto")
 IN_MORE = every_value(CASES, QUICK)
 FAMILIES = ("gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3")
 MISSED = "prefix.verify, update 1: values differ from the stock path's"

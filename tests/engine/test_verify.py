@@ -173,7 +173,7 @@ def test_rounding_of_trees_passes(rows, dtype, seeds):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [thinking_stripped, tree_search])
+@pytest.mark.parametrize("rows", [thinking_stripped, pytest.param(tree_search, marks=pytest.mark.more)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.more) for seed in (1, 2))])
 def test_an_ancestor_that_is_left_out_is_caught(rows, dtype, seed):
     found = verdict(seed, dtype, broken=ancestor_left_out, rows=rows)
@@ -235,7 +235,10 @@ STATEFUL = ["qwen3.5", *(pytest.param(family, marks=pytest.mark.more) for family
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", STATEFUL)
-@pytest.mark.parametrize("broken", [states_of_zero, scan_states_of_zero, conv_tail_one_token_off])
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param(states_of_zero, marks=pytest.mark.more), scan_states_of_zero, conv_tail_one_token_off],
+)
 def test_a_wrong_state_is_caught_by_the_recurrence_of_its_layer(broken, family, dtype):
     scan_alone = broken is scan_states_of_zero
     if scan_alone and family == "lfm2":
@@ -247,7 +250,9 @@ def test_a_wrong_state_is_caught_by_the_recurrence_of_its_layer(broken, family, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", STATEFUL)
-@pytest.mark.parametrize("broken", [gradients_dropped_in_packed, gradients_dropped_in_phased])
+@pytest.mark.parametrize(
+    "broken", [pytest.param(gradients_dropped_in_packed, marks=pytest.mark.more), gradients_dropped_in_phased]
+)
 def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, family, dtype):
     found = verdict(0, dtype, family, broken)
     assert found.outputs.ratio <= verify.MAX_OUTPUTS, str(found)

@@ -60,6 +60,7 @@ CASES = {
 AS_WITH_TEXT = (
     "phased_row_by_row", "small_budget", "groups_cut", "offload", "lora_on_text", "padded", "turns",
     "text_alone_sync_every_pass", "turns_scattered", "tower_and_upper_layer", "gate_open", "text_rank", "tower_alone",
+    "one_text_row",
 )  # fmt: skip
 # On one rank in make test, on two in test-more, as is every family but one: nothing there differs between ranks.
 ALONE = ("checkpointed", "frozen_tower", "turns_phased", "text_alone")

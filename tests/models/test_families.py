@@ -42,11 +42,13 @@ from verl_prefix.models.support import check_dropout, check_supported
 SHAPE = [(23, [9, 17, 5]), (41, [3, 1, 11]), (7, [13, 4]), (1, [6, 30])]
 RECURRENT = [name for name, (*_, core) in FAMILIES.items() if "states" in core]
 # Left to test-more: what these have, others have here by themselves: sizes of heads, windows, experts, Mamba-2, biases,
-# norms, the delta rule; or test_kernels.py (scaled scores, one key head) and the engine's cases (tied embeddings).
+# norms, the delta rule; or test_kernels.py (scaled scores, one key head) and the engine's cases (tied embeddings,
+# latent attention).
 TWINS = (
     "smollm2", "qwen2.5", "mistral-window-8", "mistral-window-300", "mistral-mqa", "deepseek-v3-yarn", "head-dim-96",
     "qwen3-next", "olmo-hybrid", "qwen2-window-7", "phi3-window-9", "mixtral", "glm4-moe-lite", "head-dim-64",
     "head-dim-128", "head-dim-256", "bamba", "llama3", "gemma3-window-9", "seed-oss", "olmo2", "lfm2", "granite4-h",
+    "deepseek-v3",
 )  # fmt: skip
 # Left to make test-full: experts, as qwen3-moe's and mixtral's, behind layers that are here without them, or that
 # test_engine_equivalence.py and test_vision_engine.py (Qwen3.5's) have with them.

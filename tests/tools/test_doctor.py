@@ -174,7 +174,7 @@ def test_a_trl_that_ends_verls_workers_is_named(tmp_path, monkeypatch, files, pr
     ("broken", "said"),
     [
         ("cpu/__init__.py", "the plugin does not load and verl goes on without it"),
-        ("engine/__init__.py", "the engine of model_engine=prefix does not load"),
+        pytest.param("engine/__init__.py", "the engine of model_engine=prefix does not load", marks=pytest.mark.more),
         ("trainer/__init__.py", "the trainers of trainer.v1.trainer_mode=prefix_* do not load"),
     ],
 )

@@ -102,6 +102,7 @@ def test_ranks_with_a_copy_of_the_parameters_each_hold_all_of_it(folder):
     assert build(folder, f"{key}=2")["resident_gib"] == shared["resident_gib"]
 
 
+@pytest.mark.more
 def test_sequence_parallel_gpus_are_half_the_ranks_with_twice_the_budget(folder):
     role, budget = "actor_rollout_ref", "max_token_len_per_gpu"
     keys = (f"{role}.actor.ppo_{budget}", f"{role}.rollout.log_prob_{budget}", f"{role}.ref.log_prob_{budget}")

@@ -721,7 +721,7 @@ def progress_of_arms(terminal: bool) -> str:
     return err.getvalue()
 
 
-@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("terminal", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_the_arms_of_a_simulation_show_their_progress_on_a_terminal(elsewhere, terminal):
     said = elsewhere(progress_of_arms, terminal)
     assert f"arms of {SMALL.num_hidden_layers} layers" in said and "2/2" in said if terminal else said == ""
