@@ -731,9 +731,8 @@ MEGATRON = {
 EVERY = SCRIPTS | VEOMNI | MEGATRON
 VEOMNI_KEY = "actor_rollout_ref.actor.veomni"
 
-# On VeOmni and Megatron, of text, and of pictures; the others are left to test-more.
+# On FSDP2 and VeOmni, of text, and of pictures; the others are left to test-more.
 TELLING = (
-    "on_policy_distillation_trainer/run_qwen3_8b_megatron",
     "on_policy_distillation_trainer/run_qwen3_8b_fsdp",
     "grpo_trainer/run_qwen3_30b_veomni",
     "grpo_trainer/run_qwen3_vl_8b_fsdp",
