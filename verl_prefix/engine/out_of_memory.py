@@ -19,26 +19,34 @@ from verl_prefix.core.planning import limit_waves
 _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
 
 
-def _advice(role: str, options: PrefixConfig, keeps: Memory, forward_only: bool) -> tuple[str, dict[str, str]]:
-    """Returns what helps a wave that cannot be shorter; and, for each other phase that may have had the error, what to
-    set beside `options`."""
-    if keeps.division:
-        recompute = f"{role}.megatron.override_transformer_config.recompute"
-        checkpoints = f"set {recompute}_granularity=full, {recompute}_method=uniform and {recompute}_num_layers=1"
-    else:
-        model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
-        checkpoints = f"set {model}.enable_gradient_checkpointing=True"
-    kept = [] if keeps.checkpointed else [checkpoints]
+_SHORTEST_WAVE = "shortest wave"
+
+
+def _remedies(role: str, options: PrefixConfig, keeps: Memory, forward_only: bool) -> dict[str, list[str]]:
+    """Returns what to set beside `options`, by the phase that had the error; and for a wave that cannot be shorter."""
+    checkpoints = [] if keeps.checkpointed else [f"set {_checkpointing(role, keeps)}"]
     fewer = f"lower {tokens_key(role, forward_only)}"
     if role != "critic":
         fewer += f" or {'log_prob' if forward_only else 'ppo'}_micro_batch_size_per_gpu"
-    by_phase = {"packed": [fewer] + [f"set {_PREFIX}.schedule=phased"] * (options.schedule != "phased")}
+    phased = [] if options.schedule == "phased" else [f"set {_PREFIX}.schedule=phased"]
+    offload = [] if options.offload else [f"set {_PREFIX}.offload=True"]
     if forward_only:  # nothing waits for a backward
-        kept, by_phase["phase_a"] = [fewer], [fewer]
-    else:
-        by_phase["phase_a"] = [f"set {_PREFIX}.offload=True"] * (not options.offload) + [*kept, fewer]
-        by_phase["phase_c"] = [*kept, fewer]
-    return " or ".join([*kept, "offload parameters"]), {phase: ", or ".join(x) for phase, x in by_phase.items()}
+        return {"packed": [fewer, *phased], "phase_a": [fewer], _SHORTEST_WAVE: [fewer, "offload parameters"]}
+    return {
+        "packed": [fewer, *phased],
+        "phase_a": [*offload, *checkpoints, fewer],
+        "phase_c": [*checkpoints, fewer],
+        _SHORTEST_WAVE: [*checkpoints, "offload parameters"],
+    }
+
+
+def _checkpointing(role: str, keeps: Memory) -> str:
+    """The overrides by which a role checkpoints its layers."""
+    if keeps.division:
+        recompute = f"{role}.megatron.override_transformer_config.recompute"
+        return f"{recompute}_granularity=full, {recompute}_method=uniform and {recompute}_num_layers=1"
+    model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
+    return f"{model}.enable_gradient_checkpointing=True"
 
 
 def _settings(plan: Plan, keeps: Memory) -> list[str]:
@@ -61,12 +69,13 @@ def out_of_memory_advice(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        shortest, by_phase = _advice(role, options, keeps, forward_only)
+        remedies = _remedies(role, options, keeps, forward_only)
+        shortest = " or ".join(remedies[_SHORTEST_WAVE])
         largest = plan.largest_wave
         if settings := _settings(plan, keeps):
             advice = f"set {' and '.join(settings)}"
-        elif (phase := getattr(error, "prefix_phase", "packed")) in by_phase:
-            advice = by_phase[phase]
+        elif (phase := getattr(error, "prefix_phase", "packed")) in remedies:
+            advice = ", or ".join(remedies[phase])
         elif not largest:
             advice = f"this rank ran a wave without rows, beside waves of other ranks; {shortest}"
         elif limit_waves(plan, largest // 2).largest_wave < largest:
