@@ -172,65 +172,75 @@ def make_chooser(rates, reduce_max=lambda values: values, min_speedup=1.05, wave
     return chooser.Chooser(costs, dict(rates), measure, reduce_max)
 
 
+def chosen_plan(made, groups, budget, forward_only, **options):
+    return made.choose(chooser.Workload(groups, budget), forward_only, **options).plan
+
+
 LONG, SHORT = [Group.of_prompt(tuple(range(8)), 400, (50,) * 8)], [Group.of_prompt((0, 1), 4, (300, 300))]
 FLOPS = {"forward": Rates(), "update": Rates()}
 
 
 def test_long_prefixes_are_shared_and_short_ones_go_to_stock():
-    chosen = make_chooser(FLOPS).choose(LONG, 4000, forward_only=False)
+    chosen = chosen_plan(make_chooser(FLOPS), LONG, 4000, forward_only=False)
     assert len(chosen.passes) == len(chosen.packed) == 1
-    assert make_chooser(FLOPS).choose(SHORT, 4000, forward_only=False) is None
+    assert chosen_plan(make_chooser(FLOPS), SHORT, 4000, forward_only=False) is None
     always = make_chooser({}, min_speedup=0)
-    assert always.choose(SHORT, 4000, forward_only=False) is not None
+    assert chosen_plan(always, SHORT, 4000, forward_only=False) is not None
 
 
 def test_a_batch_without_anything_to_compute_predicts_no_speedup():
     """As where all its rows are dead (`prefix.skip_zero_advantage`): the stock path still computes them."""
     made = make_chooser(FLOPS)
-    made.choose(LONG, 4000, forward_only=False)
-    assert made.speedup > 1
-    assert made.choose([], 4000, forward_only=False, own=chooser.Workload(LONG, 4000)) is not None
-    assert made.speedup is None
+    long = chooser.Workload(LONG, 4000)
+    assert made.choose(long, forward_only=False).speedup > 1
+    without_live_rows = made.choose(chooser.Workload([], 4000), forward_only=False, own=long)
+    assert without_live_rows.plan is not None and without_live_rows.speedup is None
 
 
 def test_the_reason_for_stocks_path_is_what_decided_it():
     alone, shape = [Group.of_prompt((i,), 300, (9,)) for i in range(4)], dataclasses.replace(SHAPE, head=0)
     made = make_chooser(FLOPS, min_speedup=0.1)
     critics = dataclasses.replace(made, costs=dataclasses.replace(made.costs, shape=shape))
-    assert critics.choose(alone, 4000, forward_only=True) is None
-    assert critics.why_stock.startswith("no rows of this batch share a prompt")
-    assert critics.choose(LONG, 4000, forward_only=False) is None
-    assert critics.why_stock.startswith("the update follows its log-probs")
-    made = make_chooser(FLOPS)
-    assert made.choose(SHORT, 4000, forward_only=True) is None
-    assert made.why_stock.startswith("prefix.min_speedup=")
+    cases = [
+        (critics, alone, True, "no rows of this batch share a prompt"),
+        (critics, LONG, False, "the update follows its log-probs"),
+        (make_chooser(FLOPS), SHORT, True, "prefix.min_speedup="),
+    ]
+    for one, groups, forward_only, why in cases:
+        choice = one.choose(chooser.Workload(groups, 4000), forward_only)
+        assert choice.plan is None and choice.why_stock.startswith(why)
 
 
 def test_what_does_not_fit_is_cut_or_phased_by_cost():
     """700 of 800 tokens fit a pass: a second prefix costs less than many waves only where passes cost much."""
     for fixed, phased in ((0.0, True), (1.0, False)):
         rates = Rates(fixed=fixed)
-        chosen = make_chooser({"forward": rates, "update": rates}, wave_tokens=60).choose(LONG, 650, forward_only=False)
+        chosen = chosen_plan(
+            make_chooser({"forward": rates, "update": rates}, wave_tokens=60), LONG, 650, forward_only=False
+        )
         assert bool(chosen.phased) == phased
 
 
 def test_update_follows_the_old_log_probs_and_both_are_decided_by_the_cost_of_both():
     made = make_chooser(FLOPS)
-    assert made.choose(LONG, 4000, forward_only=True) is not None
-    assert made.choose(SHORT, 4000, forward_only=False) is not None
-    assert made.choose(SHORT, 4000, forward_only=True) is None
-    assert made.choose(LONG, 4000, forward_only=False) is None
+    assert chosen_plan(made, LONG, 4000, forward_only=True) is not None
+    assert chosen_plan(made, SHORT, 4000, forward_only=False) is not None
+    assert chosen_plan(made, SHORT, 4000, forward_only=True) is None
+    assert chosen_plan(made, LONG, 4000, forward_only=False) is None
     only_passes_cost = Rates(fixed=1.0, linear=0.0, attention=0.0, head=0.0)
-    assert make_chooser({"forward": Rates(), "update": only_passes_cost}).choose(LONG, 4000, forward_only=True) is None
+    assert (
+        chosen_plan(make_chooser({"forward": Rates(), "update": only_passes_cost}), LONG, 4000, forward_only=True)
+        is None
+    )
 
 
 def test_no_update_follows_the_log_probs_of_ref():
     made = make_chooser(FLOPS)
-    assert made.choose(LONG, 4000, forward_only=True, leads=False) is not None
-    assert made.log_probs is None and made.choose(SHORT, 4000, forward_only=False) is None
-    assert made.choose(SHORT, 4000, forward_only=True) is None
-    assert made.choose(LONG, 4000, forward_only=True, leads=False) is not None
-    assert made.choose(LONG, 4000, forward_only=False) is None, "as the old log-probs"
+    assert chosen_plan(made, LONG, 4000, forward_only=True, update_follows=False) is not None
+    assert made.log_probs is None and chosen_plan(made, SHORT, 4000, forward_only=False) is None
+    assert chosen_plan(made, SHORT, 4000, forward_only=True) is None
+    assert chosen_plan(made, LONG, 4000, forward_only=True, update_follows=False) is not None
+    assert chosen_plan(made, LONG, 4000, forward_only=False) is None, "as the old log-probs"
 
 
 def test_ranks_decide_alike():
@@ -238,11 +248,13 @@ def test_ranks_decide_alike():
     seen = []
     for groups in (LONG, SHORT):
         one = make_chooser(FLOPS, lambda values: seen.append(values) or values, wave_tokens=60)
-        one.choose(groups, 650, forward_only=False)
+        chosen_plan(one, groups, 650, forward_only=False)
     assert len(seen[0]) == len(seen[1])
     agreed = [max(column) for column in zip(*seen, strict=True)]
     choosers = [make_chooser(FLOPS, lambda values: agreed, wave_tokens=60) for _ in range(2)]
-    plans = [one.choose(groups, 650, forward_only=False) for one, groups in zip(choosers, (LONG, SHORT), strict=True)]
+    plans = [
+        chosen_plan(one, groups, 650, forward_only=False) for one, groups in zip(choosers, (LONG, SHORT), strict=True)
+    ]
     assert (plans[0] is None) == (plans[1] is None)
 
 
@@ -471,18 +483,18 @@ def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
     for forward_only in [True, False] if has_log_probs else [False]:
         seen = []
         for groups in ranks:  # what each rank gives to the collective
-            make_chooser(predictor.rates, lambda values, seen=seen: seen.append(values) or values).choose(
-                groups, budget, forward_only
-            )
+            one = make_chooser(predictor.rates, lambda values, seen=seen: seen.append(values) or values)
+            chosen_plan(one, groups, budget, forward_only)
         agreed = [max(column) for column in zip(*seen, strict=True)]
-        plans = []
+        choices = []
         for engine, groups in zip(engines, ranks, strict=True):
             engine.reduce_max = lambda values, agreed=agreed: agreed
-            plans.append(engine.choose(groups, budget, forward_only))
+            choices.append(engine.choose(chooser.Workload(groups, budget), forward_only))
         log_probs, predicted = predictor.decide(
             [(chooser.Workload(groups, budget),) * 2 for groups in ranks], log_probs
         )
-        assert predicted == plans and {engine.speedup for engine in engines} == {log_probs.speedup}
+        assert predicted == [choice.plan for choice in choices]
+        assert {choice.speedup for choice in choices} == {log_probs.speedup}
 
 
 MIN_SPEEDUPS = st.sampled_from([0.5, 1.0, 1.05, 2.0])
@@ -512,7 +524,7 @@ def test_rates_are_measured_where_the_choice_depends_on_them_alone():
         asked = []
         one = make_chooser({}, measure=lambda *args: asked.append(args[2]) or Rates(), **options)
         for forward_only in (True, False):
-            one.choose(groups, budget, forward_only)
+            chosen_plan(one, groups, budget, forward_only)
         return asked
 
     assert measures(LONG, 900) == [], "one pass for four of stock's, and less of all that passes do"
@@ -530,13 +542,13 @@ def test_logits_in_chunks_run_again_by_each_ranks_tokens(slices, head_tokens):
 
 
 def test_stock_is_not_taken_where_it_does_not_fit_on_one_rank():
-    assert make_chooser(FLOPS, min_speedup=9.0).choose(SHORT, 1000, True) is None
+    assert chosen_plan(make_chooser(FLOPS, min_speedup=9.0), SHORT, 1000, True) is None
     alone = make_chooser(FLOPS, min_speedup=9.0)
     alone.stock_fits = lambda passes: sum(p.head_tokens for p in passes) < 600
-    assert alone.choose(SHORT, 1000, True) is not None and alone.choose(SHORT, 1000, False) is not None
+    assert chosen_plan(alone, SHORT, 1000, True) is not None and chosen_plan(alone, SHORT, 1000, False) is not None
     told = make_chooser(FLOPS, lambda values: [*values[:-1], 1.0], min_speedup=9.0)
-    assert told.choose(SHORT, 1000, True) is not None, "another rank lacks room"
+    assert chosen_plan(told, SHORT, 1000, True) is not None, "another rank lacks room"
     longest = max(end + 1 for group in SHORT for end in group.row_ends)
     row_by_row, short = (make_chooser(FLOPS, min_speedup=9.0) for _ in range(2))
-    assert row_by_row.choose(SHORT, longest, True) is None
-    assert short.choose(SHORT, longest - 1, True) is not None, "verl refuses a row that is longer than its budget"
+    assert chosen_plan(row_by_row, SHORT, longest, True) is None
+    assert chosen_plan(short, SHORT, longest - 1, True) is not None, "verl refuses a row that is longer than its budget"

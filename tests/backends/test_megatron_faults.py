@@ -241,8 +241,8 @@ def _rows_that_one_cannot_read(path: str) -> str:
     from verl_prefix.engine.rows import BatchRows
 
     engine = _shared()("prefix_megatron", path, SP | PHASED)
-    broken = _fail if torch.distributed.get_rank() == 1 else BatchRows.check_positions_and_pixels
-    with mock.patch.object(BatchRows, "check_positions_and_pixels", broken), pytest.raises(Exception) as raised:
+    broken = _fail if torch.distributed.get_rank() == 1 else BatchRows.check_positions
+    with mock.patch.object(BatchRows, "check_positions", broken), pytest.raises(Exception) as raised:
         _update(engine)
     return repr(raised.value)
 

@@ -272,7 +272,7 @@ def _numbered(models: dict, jump: int) -> tuple[str, float]:
 
     ours, stock = _pair(models["qwen3"], {}, "phased")
     ours.model_config.hf_config._attn_implementation = None
-    data, check, message = _rows(ours), BatchRows.check_positions_and_pixels, []
+    data, check, message = _rows(ours), BatchRows.check_positions, []
     starts = zip(data["position_ids"].unbind(), data["prompts"].unbind(), strict=True)
     rows = [x + jump * (x >= len(prompt)) for x, prompt in starts]
     data["position_ids"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
@@ -283,7 +283,7 @@ def _numbered(models: dict, jump: int) -> tuple[str, float]:
         except ValueError as error:
             message.append(str(error))
 
-    with mock.patch.object(BatchRows, "check_positions_and_pixels", checked), ours.eval_mode(disable_auto_offload=True):
+    with mock.patch.object(BatchRows, "check_positions", checked), ours.eval_mode(disable_auto_offload=True):
         found = ours.infer_batch(data)["model_output"]["log_probs"]
     return "".join(message), _relative(torch.cat(_responses(found, data)), _log_probs(stock))
 

@@ -18,7 +18,7 @@ from torch.distributed import get_rank
 
 import verl_prefix
 from verl_prefix.backends.fsdp import FSDPBackend
-from verl_prefix.engine.planner import WhyStock
+from verl_prefix.engine.planner import StockPath
 from verl_prefix.testing import write_tiny_model
 
 PACKAGE = Path(verl_prefix.__file__).parent
@@ -33,7 +33,7 @@ ELSEWHERE = {
     "PrefixEngine._take_stock_path": "engine/test_exchange.py",  # under gate_shut
     "PrefixEngine.initialize": "engine/test_recurrent_engine.py",
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
-    "Verification._gradients_of_dead_rows": "engine/test_zero_advantage.py",
+    "Verification._has_gradient_of_idle_rows": "engine/test_zero_advantage.py",
 }
 OPTIONS = {
     "ulysses": 2, "attn_implementation": "varlen_on_cpu", "exchange": "auto", "schedule": "auto", "min_speedup": 1e-6,
@@ -115,7 +115,7 @@ def _walk(models: dict, rows: str, has_outputs: bool) -> tuple[list, list[str], 
     try:
         with engine.eval_mode(disable_auto_offload=True):
             log_probs = engine.infer_batch(data.copy())
-            with mock.patch.object(engine._planner, "why_stock", lambda batch, loss: WhyStock("asked for")):
+            with mock.patch.object(engine._planner, "only_stock_path", lambda batch, loss: StockPath("asked for")):
                 engine.infer_batch(data.copy())
         with engine.train_mode(disable_auto_offload=True):
             loss = _loss({"policy_loss": {"loss_mode": "bypass_mode"}})  # which needs a token

@@ -392,7 +392,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
 
     from verl_prefix.engine import prefix_engine
     from verl_prefix.engine.metrics import metric_table
-    from verl_prefix.engine.planner import WhyStock
+    from verl_prefix.engine.planner import StockPath
 
     torch.manual_seed(0)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
@@ -410,7 +410,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     for name in ("use_dynamic_bsz", "micro_batch_size_per_gpu"):
         del data[name]
     tu.assign_non_tensor(data, compute_loss=False)
-    with mock.patch.object(worker.engine._planner, "why_stock", lambda batch, loss: WhyStock("a test")):
+    with mock.patch.object(worker.engine._planner, "only_stock_path", lambda batch, loss: StockPath("a test")):
         worker.infer_batch(data.copy())
     tu.assign_non_tensor(data, num_mini_batch=2, dataloader_kwargs={"shuffle": False})
     seen, plan_metrics = [], prefix_engine.plan_metrics
@@ -758,7 +758,7 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
     path, and of an update after a missed self-check; each has a row of padding."""
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.engine.planner import WhyStock
+    from verl_prefix.engine.planner import StockPath
 
     groups, found = [("a", 60, [9, 9], ""), (PAD, 5, [2], "pad")], []
     engine = _engine("prefix", models["qwen3"], {"min_speedup": 1e-6, "verify_action": "fallback"})
@@ -768,7 +768,7 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
             tu.assign_non_tensor(data, force_group_size=size)
             found.append(engine.infer_batch(data.copy())["metrics"])
     tu.assign_non_tensor(data, force_group_size=1)
-    engine._verification.failure = WhyStock("the self-check missed")
+    engine._verification.failure = StockPath("the self-check missed")
     with engine.train_mode(disable_auto_offload=True):
         found.append(engine.forward_backward_batch(data.copy(), _loss({}))["metrics"])
     return [("prefix/predicted_speedup" in metrics, metrics["prefix/stock_rows"][0]) for metrics in found]
@@ -1070,7 +1070,7 @@ def test_rows_without_a_response_give_every_rank_as_many_metrics(results):
 def test_a_rank_of_fewer_passes_counts_in_verls_metrics_as_one_of_more(aggregation, expected, of_a_pass):
     from verl.utils.metric import Metric
 
-    from verl_prefix.engine.pass_results import even_out
+    from verl_prefix.engine.metrics.even_metrics import even_out
 
     ranks = [Metric(aggregation), Metric(aggregation)]
     for metric, values in zip(ranks, ([1.0, 2.0, 6.0], [4.0]), strict=True):

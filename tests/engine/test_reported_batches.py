@@ -74,12 +74,12 @@ def _numbered(path: str, how: str, attention: str, packs: bool) -> tuple[str, fl
         _number(data, how, "b")
         with (
             engine.eval_mode(disable_auto_offload=True),
-            mock.patch.object(rows.BatchRows, "check_positions_and_pixels", lambda *args: None),
+            mock.patch.object(rows.BatchRows, "check_positions", lambda *args: None),
         ):
             output = engine.infer_batch(data.copy())["model_output"]
             found[backend] = torch.cat(_responses(output["log_probs"], data))
     try:
-        rows.BatchRows(data).check_positions_and_pixels(engine.module.config, engine.backend.stock_facts.row_begins)
+        rows.BatchRows(data).check_positions(engine.backend.stock_facts.row_begins)
     except ValueError as error:
         message = str(error)
     return message, _relative(found["prefix"], found["fsdp2"])

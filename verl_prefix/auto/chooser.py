@@ -39,6 +39,20 @@ class Decision(NamedTuple):
     speedup: float
 
 
+class Choice(NamedTuple):
+    """What `Chooser` says of a batch.
+
+    Attributes:
+        plan: this rank's; None: the stock path.
+        speedup: predicted; None: nothing was, or the stock path alone computes any of the batch.
+        why_stock: why the batch takes the stock path, if it does.
+    """
+
+    plan: Plan | None
+    speedup: float | None = None
+    why_stock: str = ""
+
+
 class Candidates:
     """One rank's paths for a batch: stock's passes, and two sharing plans.
 
@@ -143,9 +157,7 @@ class Chooser:
             no updates.
 
     Attributes:
-        speedup: predicted for the last batch; None: there was none, or the stock path alone computes any of it.
-        log_probs: the last decision on log-probs, which updates follow; None: there was none.
-        why_stock: why the last batch takes the stock path, if it does.
+        log_probs: the last decision on log-probs that an update follows; None: there was none.
     """
 
     costs: CostModel
@@ -153,25 +165,22 @@ class Chooser:
     measure: Callable[[int, int, bool], Rates]
     reduce_max: Callable[[Sequence[float]], Sequence[float]]
     stock_fits: Callable[[Sequence[PassCost]], bool] = lambda passes: True
-    speedup: float | None = field(default=None, init=False)
     log_probs: Decision | None = field(default=None, init=False)
-    why_stock: str = field(default="", init=False)
 
     def choose(
-        self, groups: Sequence[Group], budget: int, forward_only: bool, own: Workload | None = None, leads: bool = True
-    ) -> Plan | None:
-        """This rank's plan; None: the stock path. A model without lm_head gains by sharing alone: a batch in which no
-        rank's rows share takes the stock path, and nothing is measured for it.
+        self, batch: Workload, forward_only: bool, own: Workload | None = None, update_follows: bool = True
+    ) -> Choice:
+        """Chooses this rank's path. A model without lm_head gains by sharing alone: a batch in which no rank's rows
+        share takes the stock path, and nothing is measured for it.
 
         Args:
-            own: see `Candidates`.
-            leads: updates follow what is decided of these log-probs.
+            batch, own: see `Candidates`.
+            update_follows: an update follows, and takes the path of these log-probs.
         """
         if not self.costs.min_speedup:
-            return self.costs.plan(groups, budget, "auto", forward_only)
-        batch = Workload(groups, budget)
+            return Choice(self.costs.plan(batch.groups, batch.budget, "auto", forward_only))
         paths = Candidates(self.costs, batch, own, forward_only)
-        gains = self.costs.shape.head > 0 or any(group.is_shared for group in groups)
+        gains = self.costs.shape.head > 0 or any(group.is_shared for group in batch.groups)
         rates = self._known_rates(paths, own or batch, forward_only, gains)
         lacks_room = float(not (paths.stock_runs and self.stock_fits(paths.stock)))
         *seconds, any_gains, lacks_room = self.reduce_max([*paths.seconds(rates), float(gains), lacks_room])
@@ -179,16 +188,16 @@ class Chooser:
         followed = None if forward_only else self.log_probs
         decision = decide(seconds, least, followed, not lacks_room)
         if followed is not None:
-            self.why_stock = "the update follows its log-probs, which took it, since both must round alike"
+            why_stock = "the update follows its log-probs, which took it, since both must round alike"
         elif any_gains:
-            self.why_stock = f"prefix.min_speedup={self.costs.min_speedup} is more than sharing is predicted to gain"
+            why_stock = f"prefix.min_speedup={self.costs.min_speedup} is more than sharing is predicted to gain"
         else:
-            self.why_stock = "no rows of this batch share a prompt, and a model without lm_head gains by that alone"
-        if forward_only and leads:
+            why_stock = "no rows of this batch share a prompt, and a model without lm_head gains by that alone"
+        if forward_only and update_follows:
             self.log_probs = decision
         stock, *shared = seconds
-        self.speedup = None if stock and not min(shared) else decision.speedup  # None: dead rows alone, which stock has
-        return paths.taken(decision)
+        has_dead_rows_alone = stock > 0 and min(shared) == 0  # which stock computes, and no plan of ours
+        return Choice(paths.taken(decision), None if has_dead_rows_alone else decision.speedup, why_stock)
 
     def _known_rates(self, paths: Candidates, own: Workload, forward_only: bool, gains: bool) -> dict[str, Rates]:
         """Rates for this batch. They are measured now if the choice depends on them and they are not known. FLOPs stand

@@ -27,12 +27,12 @@ from verl_prefix.engine.rows import BatchRows
 class Ranks:
     """Where this rank stands among all.
 
-    Args:
+    Attributes:
         data: the process group of ranks that have different rows, one of each set of copies. Never None.
         data_rank: this rank's number in it.
         data_size: how many ranks it has.
-        copies: how many ranks have the same rows: all of one sequence-, tensor-, context- and pipeline-parallel set. A
-            sum over ranks counts each of them; who asks for it divides by `copies`.
+        copies: how many ranks have the same rows: all of one sequence-, tensor-, context- and pipeline-parallel set.
+            `sum_over_ranks` counts each of them, so that its callers divide by `copies`.
         slices: how many of the copies cut one packed row among themselves.
         slice_group: their process group; None where `slices` is 1.
         stages: how many stages of a pipeline are among the copies.
@@ -156,7 +156,7 @@ class Backend(ABC):
 
     @abstractmethod
     def check_model(self) -> None:
-        """Checks verl's model, once it is built.
+        """Checks verl's model, once it is built. Configs are checked before, when the engine is made.
 
         Raises:
             ValueError: the model has something that cannot be shared.
@@ -178,17 +178,17 @@ class Backend(ABC):
 
     @abstractmethod
     def gradient_bytes(self) -> float:
-        """Bytes that gradients will add to this rank's device in an update; 0 where their memory is there already, or
-        without updates."""
+        """Bytes that gradients will add to this rank's device in an update; 0 where their memory is allocated already,
+        and in engines without updates."""
 
     @abstractmethod
     def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
-        """Whether `token_outputs` by these flags, at temperature 1, needs no copy of the logits."""
+        """Whether `token_outputs` makes no copy of the logits by these flags, at temperature 1."""
 
     # How passes run, and what becomes of their logits.
 
     def begin_shared_path(self, rows: BatchRows) -> None:
-        """Sets in verl's engine what its own `forward_backward_batch` would have set by these rows."""
+        """Sets in verl's engine what its own `forward_backward_batch` would set. By default it sets nothing."""
         return
 
     @abstractmethod

@@ -75,7 +75,8 @@ def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group
     Args:
         groups: of these rows, by `tree_rule`.
     """
-    groups_by, tree_rule = {tree_rule.scope: groups}, tree_rule._replace(was_cut=False)  # these rows alone decide
+    groups_by = {tree_rule.scope: groups}
+    tree_rule = tree_rule._replace(was_cut=False)  # these rows alone decide
     are_turns = tree_rule._replace(scope="uid").cuts_rows(rows.uids, rows.keys)
     for scope in ("off", "uid", "batch"):
         if scope in groups_by:
@@ -110,16 +111,17 @@ def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[i
     tokens = mix_rows(tokens, rows.offsets, temperature.view(torch.int32).tolist())
     if rows.expert_routes is not None:
         lens = [end - start for start, end in pairwise(rows.offsets)]
-        routes_and_cuts = zip(rows.expert_routes.split(lens), cuts, strict=True)
-        tokens = tokens ^ torch.cat(
-            [_experts_before(routes, max(cuts_of_row, default=0) + 1) for routes, cuts_of_row in routes_and_cuts]
-        )
+        experts = [
+            _experts_before(routes, max(cuts_of_row, default=0) + 1)
+            for routes, cuts_of_row in zip(rows.expert_routes.split(lens), cuts, strict=True)
+        ]
+        tokens = tokens ^ torch.cat(experts)
     if tree_rule.scope != "batch":
         names: Sequence[Hashable] = rows.uids if tree_rule.scope == "uid" else rows.keys
         index_of_name = {name: index for index, name in enumerate(dict.fromkeys(names))}
         tokens = mix_rows(tokens, rows.offsets, [index_of_name[name] for name in names])
     if rows.flag("distillation_use_topk"):
-        spans = zip(rows.offsets, rows.prompt_lens, rows.response_lens, strict=False)
+        spans = zip(rows.offsets[:-1], rows.prompt_lens, rows.response_lens, strict=True)
         responses = ranges([(start + prompt_len, length) for start, prompt_len, length in spans])
         tokens[responses] = mix_rows(tokens, rows.offsets, range(len(rows)))[responses]
     return tokens

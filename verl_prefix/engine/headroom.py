@@ -81,15 +81,15 @@ class Headroom:
         if self._is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
             room = (self._capacity or 0.0) - max(now, self._allocated_after_last)
-        choices, adds, lacks_room = list[Memory](), list[float](), list[bool]()
-        for attention, all_logits in _KEPT:
-            memory = replace(least, attention_kept=attention, all_logits=all_logits)
-            added = peak_bytes(shape, plan, (), memory)
-            allowed = ranks.stages == 1 and attention <= may_keep and all_logits <= may_have
-            choices.append(memory)
-            adds.append(added)
-            lacks_room.append(not (allowed and ROOM_FACTOR * added <= room))
-        lacks_room[-1] = False  # to keep nothing takes no room
-        chosen = ranks.max_over_ranks(lacks_room).index(False)
-        self._added_now = adds[chosen]
+        choices = [replace(least, attention_kept=attention, all_logits=logits) for attention, logits in _KEPT]
+        added = [peak_bytes(shape, plan, (), memory) for memory in choices]
+        is_refused = []
+        for memory, added_bytes in zip(choices, added, strict=True):
+            is_forbidden = (memory.attention_kept and not may_keep) or (memory.all_logits and not may_have)
+            is_forbidden = is_forbidden or ranks.stages > 1
+            lacks_room = ROOM_FACTOR * added_bytes > room
+            keeps_any = memory.attention_kept or memory.all_logits  # to keep nothing takes no room
+            is_refused.append(keeps_any and (is_forbidden or lacks_room))
+        chosen = ranks.max_over_ranks(is_refused).index(False)
+        self._added_now = added[chosen]
         return choices[chosen]

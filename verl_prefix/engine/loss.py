@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
@@ -10,10 +9,11 @@ import torch
 from tensordict import TensorDict
 from verl.trainer.distillation.losses import distillation_ppo_loss, get_distillation_loss_fn
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.utils.metric import AggregationType, Metric
+from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 from verl_prefix.config.actor import LOSSES_OF_ROWS
+from verl_prefix.engine.metrics.even_metrics import neutral
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -167,12 +167,3 @@ class Loss:
         if not self.kind.needs_a_token or data["response_mask"].any():
             return PassLoss(*self.function(model_output=model_output, data=data, dp_group=process_group))
         return PassLoss(0.0 * output.values().sum(), None)
-
-
-def neutral(metric: Metric) -> Metric:
-    """Returns a metric that is aggregated like this one, has as many values, and changes no extreme: infinite where the
-    minimum or maximum counts, and 0 in sums and means."""
-    value = {AggregationType.MIN: math.inf, AggregationType.MAX: -math.inf}.get(metric.aggregation, 0.0)
-    same_kind = metric.init_list()
-    same_kind.extend([value] * len(metric.values))
-    return same_kind

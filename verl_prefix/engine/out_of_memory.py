@@ -17,13 +17,11 @@ from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import limit_waves
 
 _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
-
-
 _SHORTEST_WAVE = "shortest wave"
 
 
 def _remedies(role: str, options: PrefixConfig, keeps: Memory, forward_only: bool) -> dict[str, list[str]]:
-    """Returns what to set beside `options`, by the phase that had the error; and for a wave that cannot be shorter."""
+    """Returns what else to set, by the phase that had the error, and for a wave that is one row already."""
     checkpoints = [] if keeps.checkpointed else [f"set {_checkpointing(role, keeps)}"]
     fewer = f"lower {tokens_key(role, forward_only)}"
     if role != "critic":
@@ -51,9 +49,13 @@ def _checkpointing(role: str, keeps: Memory) -> str:
 
 def _settings(plan: Plan, keeps: Memory) -> list[str]:
     """Overrides by which the passes keep less that can be computed again."""
-    in_chunks = keeps.all_logits and plan.most_outputs > LOGITS_CHUNK * keeps.slices
-    settings = [f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}"] * in_chunks
-    return settings + [f"{_PREFIX}.keep_attention=off"] * keeps.attention_kept
+    would_have_chunks = keeps.all_logits and plan.most_outputs > LOGITS_CHUNK * keeps.slices
+    settings = []
+    if would_have_chunks:
+        settings.append(f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}")
+    if keeps.attention_kept:
+        settings.append(f"{_PREFIX}.keep_attention=off")
+    return settings
 
 
 @contextmanager

@@ -70,20 +70,19 @@ class TokenOutputs:
         self._flags = flags_of(data)
         self.names = backend.output_names(self._flags)
         is_read = None if needs_masked_outputs else self._mask_of_suffixes()
-        has_gaps = bool(is_read is not None or rows.dead)  # response tokens without an output, see `scatter_to_rows`
-        fills_gaps = has_gaps and "log_probs" in self.names
-        # A loss may not read old log-probs (gpg), and then masks a NaN of theirs no more than one of ours.
-        self._old_log_probs = rows.at_suffixes("old_log_probs").nan_to_num(0.0, 0.0, 0.0) if fills_gaps else None
-        if last_tokens:
-            is_read = self._without_last_tokens(is_read)
-        self.tokens = self._token_batch(is_read)
+        # What response tokens without an output get in its place, [N], see `scatter_to_rows`.
+        self._old_log_probs: torch.Tensor | None = None
+        if (is_read is not None or rows.dead) and "log_probs" in self.names:
+            # A loss may not read old log-probs (gpg), and then masks a NaN of theirs no more than one of ours.
+            self._old_log_probs = rows.at_suffixes("old_log_probs").nan_to_num(0.0, 0.0, 0.0)
+        self.tokens = self._token_batch(self._without_last_tokens(is_read) if last_tokens else is_read)
         temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=self._device).expand(len(data))
         self._token_temperature = temperature.repeat_interleave(data["input_ids"].offsets().diff().to(self._device))
         self._teacher = dict[str, torch.Tensor]()
         if self._flags["distillation_use_topk"]:
             self._take_teacher()
         self._offsets: dict[int, torch.Tensor] = {}  # [0, n] by n
-        # By a token's place in the batch, its number among the tokens of the pass that has its row, [N].
+        # Where a token of the batch stands among the tokens of the pass that is being scattered, [N].
         self._token_at = torch.empty(rows.offsets[-1], dtype=torch.int64)
 
     def _mask_of_suffixes(self) -> torch.Tensor | None:
@@ -116,10 +115,10 @@ class TokenOutputs:
         return torch.zeros(self.rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
 
     def _take_teacher(self) -> None:
-        """Takes the teacher's rows of suffix tokens to the device. `_teacher_rows` [N] says which of them is each
-        token's. A token outside of suffixes has that of the batch's last token."""
+        """Takes the teacher's rows of suffix tokens to the device. `_teacher_rows[i]` is the index of token i's row
+        among them. A token outside of suffixes has that of the batch's last token."""
         data, offsets = self.rows.data, self.rows.offsets
-        spans = zip(offsets, self.rows.prompt_lens, self.rows.response_lens, strict=False)
+        spans = zip(offsets[:-1], self.rows.prompt_lens, self.rows.response_lens, strict=True)
         places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])
         teacher_rows = torch.full((offsets[-1],), len(places) - 1)
         teacher_rows[places] = torch.arange(len(places))
@@ -135,11 +134,12 @@ class TokenOutputs:
         """
         routes, offsets = self.tokens.routes, self.tokens.offsets
         assert routes is not None
-        for group in (group for one in plan.all_passes for group in one.groups):
+        groups = (group for planned in plan.all_passes for group in planned.groups)
+        for group in groups:
             for row, fork in zip(group.rows, group.forks, strict=True):
                 for strand, start, end in group.strands_before(fork):
-                    source = offsets[group.strands[strand].row]
-                    routes[offsets[row] + start : offsets[row] + end] = routes[source + start : source + end]
+                    source, target = offsets[group.strands[strand].row], offsets[row]
+                    routes[target + start : target + end] = routes[source + start : source + end]
         return torch.nested.nested_tensor_from_jagged(routes, self.rows.data["input_ids"].offsets().cpu())
 
     def of_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -188,9 +188,9 @@ class TokenOutputs:
         Returns:
             jagged [rows, tokens] by name.
         """
-        begin = self.tokens.offsets
+        starts = self.tokens.offsets
         rows = (row for group in packed_row.groups for row in group.rows)
-        places = ranges([(begin[row], begin[row + 1] - begin[row]) for row in rows])
+        places = ranges([(starts[row], starts[row + 1] - starts[row]) for row in rows])
         self._token_at[places] = torch.arange(len(places))
         full = outputs.new_zeros(len(places), outputs.shape[-1])
         if self._old_log_probs is not None:

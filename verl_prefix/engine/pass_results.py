@@ -1,6 +1,5 @@
 """Results of a mini-batch's passes: verl's outputs, losses and metrics, joined as verl joins its micro-batches'."""
 
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,7 +8,6 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.core.errors import listed
@@ -17,7 +15,8 @@ from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.pass_notes import current_pass
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.loss import Loss, PassLoss, neutral
+from verl_prefix.engine.loss import Loss, PassLoss
+from verl_prefix.engine.metrics.even_metrics import add_missing_sums, even_out
 from verl_prefix.engine.outputs import TEACHER, TokenOutputs
 from verl_prefix.engine.rows import ROUTES, BatchRows, select_rows
 
@@ -28,10 +27,10 @@ class _PassRows(NamedTuple):
     """The rows of a pass, and their outputs.
 
     Attributes:
-        numbers: of all rows.
-        model_output: of all rows, jagged [rows, tokens] by name.
-        for_loss: the rows that the loss gets, on the device.
-        output_for_loss: their outputs.
+        numbers: of the rows, in the mini-batch.
+        model_output: their outputs, jagged [rows, tokens] by name.
+        for_loss: those of the rows that the loss gets, on the device.
+        output_for_loss: the outputs of these.
     """
 
     numbers: list[int]
@@ -46,10 +45,10 @@ class _Result(NamedTuple):
     Attributes:
         numbers: of its rows.
         output: as verl wants it.
-        finite: whether loss, outputs, and all that the loss read was finite, [] bool.
+        finite: whether the loss, the outputs, and all that the loss read are finite, [] bool.
         bad_rows: by name of an output, which rows have one that is not finite, [rows] bool.
         where: the pass, for the log.
-        metrics_count: whether the loss made metrics, of more than hidden padding.
+        metrics_count: whether the loss made metrics, and of more than padding.
     """
 
     numbers: list[int]
@@ -77,9 +76,8 @@ class PassResults:
 
     Args:
         rows: the mini-batch's, on this rank.
-        hides_padding: rows of padding are kept from the loss, whose metrics are means over rows (verl#7771). A pass of
-            padding alone still calls the loss, so that every rank has metrics. They are dropped if this rank has
-            others.
+        hides_padding: the loss gets no rows of padding, since its metrics are means over rows (verl#7771). In a pass of
+            padding alone it gets them, so that every rank has metrics. They are dropped if the rank has others.
         last_tokens: see `TokenOutputs`.
 
     Attributes:
@@ -115,15 +113,17 @@ class PassResults:
         return pass_loss.loss
 
     def _rows_of(self, packed_row: PackedRow, outputs: torch.Tensor) -> _PassRows:
-        """Makes verl's rows of a pass. Those of padding are left out for the loss, if others remain."""
+        """Makes verl's rows of a pass. The loss gets those that are no hidden padding, or all if there is no other."""
         numbers = [row for group in packed_row.groups for row in group.rows]
         micro_batch = micro_batch_of(self._loss, self._data, numbers)
         model_output = self.token_outputs.scatter_to_rows(packed_row, outputs, micro_batch["input_ids"].offsets())
-        seen = [i for i, row in enumerate(numbers) if row not in self._padding]
+        seen = [i for i, number in enumerate(numbers) if number not in self._padding]
         if len(seen) in (0, len(numbers)):
             return _PassRows(numbers, model_output, micro_batch, model_output)
-        unbound = {name: values.unbind() for name, values in model_output.items()}
-        seen_output = {name: tu.nested_tensor_from_tensor_list([x[i] for i in seen]) for name, x in unbound.items()}
+        seen_output = {}
+        for name, values in model_output.items():
+            rows = values.unbind()
+            seen_output[name] = tu.nested_tensor_from_tensor_list([rows[i] for i in seen])
         return _PassRows(numbers, model_output, select_rows(micro_batch, seen), seen_output)
 
     def _keep(self, rows: _PassRows, pass_loss: PassLoss, finite: torch.Tensor) -> None:
@@ -138,15 +138,16 @@ class PassResults:
 
     def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Ends the run: returns verl's output of all passes, and how many of them had anything not finite. Every rank
-        calls it. A stage of a pipeline before the last one has no losses and no metrics; its "model_output" is what
-        `Exchange.give_back` takes for no outputs."""
-        output: dict[str, Any] = {"model_output": None if self._returns_outputs else {}, "metrics": {}}
-        num_not_finite, ranks = 0, self._backend.ranks
+        calls it. On a stage of a pipeline before the last one there is no loss and no metric, and "model_output" is
+        None if the last stage returns outputs (see `Exchange.give_back`)."""
+        ranks = self._backend.ranks
         if ranks.has_outputs:
             self._add_idle_groups(plan)
             output, num_not_finite = self._joined(plan)
+        else:
+            output, num_not_finite = {"model_output": None if self._returns_outputs else {}, "metrics": {}}, 0
         if self._loss.kind.needs_a_token:
-            _same_sums(output["metrics"], ranks.data)
+            add_missing_sums(output["metrics"], ranks.data)
         if output["model_output"] and self.token_outputs.tokens.records:
             output["model_output"][ROUTES] = self.token_outputs.recorded(plan)
         return output, num_not_finite
@@ -154,10 +155,10 @@ class PassResults:
     def _add_idle_groups(self, plan: Plan) -> None:
         """Makes a result of the idle groups, which no pass computes, in two cases.
 
-        - Outputs are wanted: verl puts rows back by their numbers, so that rows of idle groups need an (empty) output,
-          too.
-        - This rank has no other rows: then the loss is called, since every rank must report the same metrics, and
-          equally many values of each (`even_out`). Of no token it may return NaN, which counts as finite, or raise.
+        - Outputs are wanted. verl puts rows back by their numbers, and needs an output of these rows, too, though an
+          empty one.
+        - This rank has no other rows. Then the loss is called, since every rank must report the same metrics
+          (`even_metrics`). It may return NaN for no token, which counts as finite here.
         """
         is_alone = not self._results
         if not plan.idle_groups or not (self._returns_outputs or is_alone):
@@ -175,7 +176,8 @@ class PassResults:
         # If only padding has metrics, they stay: verl needs some of every rank.
         if any(result.metrics_count for result in self._results):
             for result in self._results:
-                result.output["metrics"] = result.output["metrics"] if result.metrics_count else {}
+                if not result.metrics_count:
+                    result.output["metrics"] = {}
         num_not_finite = self.report_not_finite()
         for result in self._results:
             result.output["loss"] = result.output["loss"].item()
@@ -215,36 +217,3 @@ def _has_bad_value(rows: Any) -> torch.Tensor:
     wait for the device."""
     num_bad: torch.Tensor = torch.nn.functional.pad((~torch.isfinite(rows.values())).cumsum(0), (1, 0))
     return num_bad[rows.offsets()].diff() > 0
-
-
-def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:
-    """Extends every `Metric` to the values of `num_passes` passes. verl averages values over ranks by position
-    (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's own mean to anything
-    else.
-
-    Args:
-        metrics: of the rank, changed in place.
-        outputs: of its passes with rows.
-        num_passes: how many passes every rank runs, with dummies.
-    """
-    for name, metric in metrics.items():
-        if isinstance(metric, Metric) and metric.values:
-            num, real = len(metric.values), sum(name in output["metrics"] for output in outputs)
-            filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / num
-            per_pass = num // real  # a loss may add several values of a name
-            metric.extend([filler] * (per_pass * (num_passes - real)))
-
-
-def _same_sums(metrics: dict[str, object], process_group: Any) -> None:
-    """Gives a rank zeros for the sums that other ranks have and it has not, since no token of its rows counts: verl
-    divides a sum by the ranks that have it (Metric.aggregate_dp). Every rank calls it, after `even_out`.
-
-    Args:
-        process_group: the ranks that compute data in parallel.
-    """
-    sums = {name: x for name, x in metrics.items() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM}
-    sums_by_rank: list[dict[str, Metric]] = [{}] * torch.distributed.get_world_size(process_group)
-    torch.distributed.all_gather_object(sums_by_rank, sums, process_group)
-    for name, metric in itertools.chain.from_iterable(map(dict.items, sums_by_rank)):
-        if name not in metrics:
-            metrics[name] = neutral(metric)

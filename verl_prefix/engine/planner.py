@@ -10,7 +10,7 @@ import torch
 from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure
-from verl_prefix.auto.chooser import Chooser, Workload
+from verl_prefix.auto.chooser import Choice, Chooser, Workload
 from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.config.actor import tokens_key
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class WhyStock:
-    """Why a batch takes the stock path.
+class StockPath:
+    """That a batch takes the stock path.
 
     Attributes:
-        reason: for the log.
+        reason: why, for the log.
         metrics: prefix/* that were predicted of the batch.
     """
 
@@ -109,28 +109,28 @@ class Planner:
         reduce_max = backend.ranks.max_over_ranks
         return Chooser(costs, known, measure=rates, reduce_max=reduce_max, stock_fits=self._headroom.fits)
 
-    def why_stock(self, batch: BatchRows, loss: Loss) -> WhyStock | None:
-        """Says why this batch takes the stock path whatever its lengths are; None: its lengths decide.
+    def only_stock_path(self, batch: BatchRows, loss: Loss) -> StockPath | None:
+        """Returns the stock path if this batch can take no other; None: `plan` decides.
 
-        Every rank gets the same answer: it reads only what ranks have alike, as whether masks are of responses or of
-        whole rows. Other fields may differ (`moves.decide_moves`).
+        Every rank gets the same answer, since this reads only what all ranks have alike: whether masks are of responses
+        or of whole rows, for example. Other fields may differ (`moves.decide_moves`).
         """
         data = batch.data
         if "prompts" not in data.keys() or "responses" not in data.keys():
-            return WhyStock("the batch has no prompts and responses (not an RL batch)")
+            return StockPath("the batch has no prompts and responses (not an RL batch)")
         mask = data["loss_mask"]
         if mask.is_nested and 0 < len(mask.values()) == len(data["input_ids"].values()):
-            return WhyStock("loss_mask is of prompts, too, whose outputs are not computed")
+            return StockPath("loss_mask is of prompts, too, whose outputs are not computed")
         if batch.flag("force_group_size", 1) > 1:
-            return WhyStock("force_group_size keeps rows together by their order")
+            return StockPath("force_group_size keeps rows together by their order")
         if batch.flag("distillation_use_topk") and not loss.kind.distills:
-            return WhyStock("a loss that is not verl's own reads logits, and may need those of every token")
+            return StockPath("a loss that is not verl's own reads logits, and may need those of every token")
         return None
 
     def plan(
         self, batch: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int], computes_ref: bool = False
-    ) -> SharedPath | WhyStock:
-        """Plans a batch on this rank, or says why the batch takes the stock path. Every rank calls it.
+    ) -> SharedPath | StockPath:
+        """Plans a batch on this rank, or says that the batch takes the stock path. Every rank calls it.
 
         Args:
             batch: this rank's own rows, which the stock path would compute. Their flags give budgets.
@@ -140,23 +140,23 @@ class Planner:
         """
         groups, idle = leave_out(groups, dead) if dead else (groups, [])
         # A budget follows from the batch's flags and the lengths of groups, which may be of rows from other ranks.
-        shared, stock = (Workload(some, batch.budget(some)) for some in (groups, batch.single_rows))
+        shared = Workload(groups, batch.budget(groups))
+        stock = Workload(batch.single_rows, batch.budget(batch.single_rows))
         if not (self._stock_facts.wrong_when_sharded or self._stock_facts.separates_rows):
             self._tell_long_rows(batch, stock.budget, forward_only)
         if groups:  # else no row of this rank says how long a pass is
             self._tell_waves(shared.budget)
         if self._chooser is None:
-            plan: Plan | None = self._costs.plan(*shared, self._options.schedule, forward_only)
+            choice = Choice(self._costs.plan(*shared, self._options.schedule, forward_only))
         else:
-            plan = self._chooser.choose(*shared, forward_only, stock, leads=not computes_ref)
-        metrics = self._bubble(plan or self._costs.stock_passes(*stock), forward_only)
-        if self._chooser and self._chooser.speedup:
-            metrics["prefix/predicted_speedup"] = self._chooser.speedup
-        if plan is not None:
-            plan = replace(plan, idle_groups=(*plan.idle_groups, *idle))
-            return SharedPath(plan, self._costs.memory, metrics=metrics)
-        assert self._chooser is not None  # no other schedule than auto takes the stock path
-        return WhyStock(self._chooser.why_stock, metrics)
+            choice = self._chooser.choose(shared, forward_only, own=stock, update_follows=not computes_ref)
+        metrics = self._predicted_bubble(choice.plan or self._costs.stock_passes(*stock), forward_only)
+        if choice.speedup:
+            metrics["prefix/predicted_speedup"] = choice.speedup
+        if choice.plan is None:
+            return StockPath(choice.why_stock, metrics)
+        plan = replace(choice.plan, idle_groups=(*choice.plan.idle_groups, *idle))
+        return SharedPath(plan, self._costs.memory, metrics=metrics)
 
     def choose_memory(self, path: SharedPath, rows: BatchRows, forward_only: bool) -> SharedPath:
         """Returns the path with what its passes keep: in an update what every rank's device has room for. Every rank
@@ -175,9 +175,9 @@ class Planner:
         """Context of an optimizer step with its passes, after which room for later ones is measured."""
         return self._headroom.update()
 
-    def _bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
-        """Predicts the share of a batch's time in which the stages of a pipeline wait, as a metric; {} with one stage.
-        Of an update the log says so once."""
+    def _predicted_bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
+        """Returns the share of a batch's time in which the stages of a pipeline are expected to wait, as a metric; {}
+        with one stage. The log tells it once of an update."""
         if self._backend.ranks.stages == 1:
             return {}
         bubble = self._costs.timeline(path, "forward" if forward_only else "update", self._costs.flops()).bubble
@@ -187,7 +187,7 @@ class Planner:
         return {"prefix/predicted_bubble": bubble}
 
     def _tell_long_rows(self, batch: BatchRows, budget: int, forward_only: bool) -> None:
-        """Says where a row alone is over the budget."""
+        """Says once that a row alone is over the budget."""
         if any(a + b > budget for a, b in zip(batch.prompt_lens, batch.response_lens, strict=True)):
             warn_once(
                 logger,
@@ -198,17 +198,10 @@ class Planner:
             )
 
     def _tell_waves(self, budget: int) -> None:
-        """Says once where a plan does not heed `prefix.wave_tokens`."""
+        """Says once that passes of this budget do not heed `prefix.wave_tokens`."""
         waves, offload = self._options.wave_tokens, self._options.offload
         if waves is None or leaves_room(waves, budget, offload):
             return
-        text = (
-            "prefix: prefix.wave_tokens=%d leaves nothing for prefixes of the %d tokens of a pass, and is not heeded "
-            "in such; set a smaller number, or null"
-        )
-        if offload:
-            text = (
-                "prefix: prefix.wave_tokens=%d is over the %d tokens of a pass, and is not heeded in such; set a "
-                "smaller number, or null"
-            )
+        why = "is over the %d tokens of a pass" if offload else "leaves nothing for prefixes of the %d tokens of a pass"
+        text = f"prefix: prefix.wave_tokens=%d {why}, and is not heeded in such; set a smaller number, or null"
         warn_once(logger, text, waves, budget, key=self._role)

@@ -34,7 +34,7 @@ from verl_prefix.engine.metrics.step_metrics import StepMetrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import TEACHER
 from verl_prefix.engine.pass_results import PassResults
-from verl_prefix.engine.planner import Planner, SharedPath, WhyStock
+from verl_prefix.engine.planner import Planner, SharedPath, StockPath
 from verl_prefix.engine.rows import RECORDS, ROUTES, BatchRows
 from verl_prefix.engine.together import RankError, together
 from verl_prefix.engine.travel.carried_pixels import receive_pixels
@@ -103,7 +103,8 @@ class PrefixEngine:
         shares = self.prefix_config.schedule != "stock"
         # On one stage of a pipeline alone a model may have what cannot be shared.
         with together("checking the model", same=("stock facts",)) as agreed:
-            agreed.same("stock facts", facts := self.backend.stock_facts)
+            facts = self.backend.stock_facts
+            agreed.same("stock facts", facts)
             if shares:
                 self.backend.check_model()
             if shares and self.prefix_config.skip_zero_advantage and self.backend.counts_last_tokens:
@@ -141,33 +142,34 @@ class PrefixEngine:
         batch = MiniBatch(given, loss, forward_only)
         self._verification.count(forward_only)
         if self._planner is None:
-            return self._take_stock_path(WhyStock("prefix.schedule=stock"), batch)
-        if (why := self._planner.why_stock(given, loss) or self._verification.failure) is not None:
-            return self._take_stock_path(why, batch)
+            return self._take_stock_path(StockPath("prefix.schedule=stock"), batch)
+        if (stock_path := self._planner.only_stock_path(given, loss) or self._verification.failure) is not None:
+            return self._take_stock_path(stock_path, batch)
         loss.warn_of_limits()
         exchange = self._open_exchange(batch)
         computed, groups = exchange.computed, exchange.groups
         path = self._planner.plan(given, groups, forward_only, computed.dead, self._computes_ref)
         batch.metrics |= path.metrics
-        if isinstance(path, WhyStock):
+        if isinstance(path, StockPath):
             return self._take_stock_path(path, batch)
         with together("checking rows"):
-            computed.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.row_begins)
+            computed.check_positions(self.backend.stock_facts.row_begins)
+            computed.check_pixels(self.backend.config)
         self.backend.begin_shared_path(computed)
         computed = self._with_loss_fields(computed)
         batch.metrics |= self._verification.check(computed, groups, path.plan, loss, forward_only)
-        if (why := self._verification.failure) is not None:
-            return self._take_stock_path(why, batch)
+        if self._verification.failure is not None:
+            return self._take_stock_path(self._verification.failure, batch)
         path = self._planner.choose_memory(path, computed, forward_only)
         with out_of_memory_advice(path.plan, path.memory, self._role, self.prefix_config, forward_only):
             output, pass_metrics = self.run_plan(computed, groups, path, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        batch.metrics |= pass_metrics | exchange.metrics  # whose seconds are now those of both ways
+        batch.metrics |= pass_metrics | exchange.metrics  # again: `give_back` has added its seconds
         return self._report(output, batch)
 
-    def _take_stock_path(self, why: WhyStock, batch: MiniBatch) -> dict[str, Any]:
+    def _take_stock_path(self, path: StockPath, batch: MiniBatch) -> dict[str, Any]:
         """Computes a mini-batch on the stock path, and reports it."""
-        warn_once(logger, "prefix: stock path, %s", why.reason)
+        warn_once(logger, "prefix: stock path, %s", path.reason)
         with together("receiving pixels"):
             data = receive_pixels(batch.given.data)
         output = self.backend.run_stock_path(data, batch.loss.for_stock(), batch.forward_only)
@@ -195,8 +197,8 @@ class PrefixEngine:
         return exchange
 
     def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
-        """Returns the batch with the routes that it replays. In mode R2, which replays what old log-probs recorded, a
-        batch of log-probs replays nothing; the flag `RECORDS` says that its passes record. Ref and values get neither.
+        """Returns the batch with the routes that it replays. Ref and values replay none. Nor do old log-probs in mode
+        R2, which replays what these recorded: their batch gets the flag `RECORDS`, by which passes record.
 
         Raises:
             ValueError: the batch has routes that nobody replays, or has none, or those of another model.
@@ -208,17 +210,18 @@ class PrefixEngine:
             if has_routes:
                 raise ValueError(NO_REPLAY)
             return data
-        records = forward_only and replay.mode == "R2"
-        if not (records or has_routes):
+        if forward_only and replay.mode == "R2":
+            data = data.exclude(ROUTES)
+            tu.assign_non_tensor(data, **{RECORDS: True})
+            return data
+        if not has_routes:
             raise ValueError(NO_ROUTES[replay.mode])
-        data = data.exclude(ROUTES) if records else data
-        shape = (replay.layers, replay.chosen)
-        if not records and not data[ROUTES].is_nested:
+        if not data[ROUTES].is_nested:
             raise ValueError(f"{ROUTES} is no jagged tensor of rows; it has to say where each of their tokens goes")
-        if not records and (given := data[ROUTES].values().shape[1:]) != shape:
-            raise ValueError(f"{ROUTES} has {[*given]} layers and experts of a token, and the model {[*shape]}")
-        tu.assign_non_tensor(data, **{RECORDS: records})
-        return data if records else self.backend.aligned_routes(data)
+        layers_and_experts, wanted = [*data[ROUTES].values().shape[1:]], [replay.layers, replay.chosen]
+        if layers_and_experts != wanted:
+            raise ValueError(f"{ROUTES} has {layers_and_experts} layers and experts of a token, and the model {wanted}")
+        return self.backend.aligned_routes(data)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -31,10 +31,10 @@ def select_rows(data: TensorDict, numbers: Sequence[int]) -> TensorDict:
 
 
 def _ragged_rows(nested: Any, numbers: Sequence[int]) -> torch.Tensor:
-    """Rows of a jagged tensor, as verl's nested_tensor_from_tensor_list makes one of them, whose two cases these are.
-    With one number per token verl calls as_nested_tensor, by which torch knows the shortest and the longest length.
-    With several it calls nested_tensor_from_jagged, and then says which dimension is ragged: of [4, tokens] position
-    ids the last one, else the first."""
+    """Makes the jagged tensor that verl's nested_tensor_from_tensor_list would make of these rows, in two cases. With
+    one number per token verl calls as_nested_tensor, by which torch knows the shortest and the longest length. With
+    several it calls nested_tensor_from_jagged, and then says which dimension is ragged: of [4, tokens] position ids the
+    last one, else the first."""
     values, offsets, dim = nested.values(), nested.offsets().tolist(), nested._ragged_idx - 1
     lens = [offsets[number + 1] - offsets[number] for number in numbers]
     rows = [values.narrow(dim, offsets[number], length) for number, length in zip(numbers, lens, strict=True)]
@@ -53,7 +53,7 @@ class BatchRows:
 
     Args:
         data: the batch.
-        keys: the key of each row, if rows came from other ranks; None: `digests`.
+        keys: the key of each row, if rows came from other ranks; None: their `digests` are the keys.
 
     Attributes:
         dead: numbers of rows without gradient, which no pass of an update computes under `prefix.skip_zero_advantage`
@@ -83,7 +83,7 @@ class BatchRows:
         return rows
 
     def select(self, numbers: Sequence[int], keys: Sequence[Hashable] | None = None) -> "BatchRows":
-        """Returns rows by their numbers, which may repeat. They have these `keys`; None: `digests`."""
+        """Returns rows by their numbers, which may repeat. keys: as of the class."""
         return BatchRows(select_rows(self.data, numbers), keys)
 
     def flag(self, name: str, default: Any = False) -> Any:
@@ -105,7 +105,7 @@ class BatchRows:
         the token before it."""
         values = [row[:n].cpu() for row, n in zip(self.data[name].unbind(), self.response_lens, strict=True)]
         flat = torch.zeros(self.offsets[-1], dtype=values[0].dtype)
-        for start, prompt_len, row in zip(self.offsets, self.prompt_lens, values, strict=False):
+        for start, prompt_len, row in zip(self.offsets[:-1], self.prompt_lens, values, strict=True):
             flat[start + prompt_len - 1 :][: len(row)] = row
         return flat
 
@@ -205,40 +205,57 @@ class BatchRows:
         longest = max((end + 1 for group in groups for end in group.row_ends), default=1)
         return int(self.data["micro_batch_size_per_gpu"]) * longest
 
-    def check_positions_and_pixels(self, config: Any, row_begins: str) -> None:
-        """Checks two things, without which our results would silently differ from the stock path's. Pixels belong to
-        prompts. And a stock path that packs rows finds each row's begin by position ids, or reads none. Of their four
-        axes (text, time, height, width) the first decides; the others jump at images.
+    def _name_of(self, number: int) -> str:
+        """Names a row in an error."""
+        uids = tu.get(self.data, "uid", [None] * len(self))
+        return f"row {number} (uid {uids[number]})"
+
+    def check_positions(self, row_begins: str) -> None:
+        """Checks that the stock path would take the rows apart as we do. Where it packs rows, it finds each row's begin
+        by position ids, or numbers tokens by itself. Of the four axes of these ids (text, time, height, width) the
+        first decides; the others jump at images.
 
         Args:
-            config: the model's.
             row_begins: of `backend.StockFacts`.
 
         Raises:
             ValueError: naming row and uid.
         """
-        data = self.data
-        uids = tu.get(data, "uid", [None] * len(self))
-        names = [f"row {number} (uid {uid})" for number, uid in enumerate(uids)]
-        lens, positions = data["input_ids"].offsets().diff().cpu(), data["position_ids"].values().cpu()
+        if row_begins == "jumps" and not self.flag("use_remove_padding", True):
+            return  # rows are padded
+        lens, positions = self.data["input_ids"].offsets().diff().cpu(), self.data["position_ids"].values().cpu()
         positions = positions[0] if positions.dim() == 2 else positions
         row_of_token = torch.arange(len(lens)).repeat_interleave(lens)
         place = torch.arange(len(row_of_token)) - (lens.cumsum(0) - lens)[row_of_token]
-        wrong = {
-            "zeros": (positions == 0) != (place == 0),
-            "jumps": (positions.diff(prepend=positions[:1]) != 1) & (place != 0),
-            "places": positions != place,
-        }[row_begins].nonzero()[:, 0]
-        if len(wrong) and (row_begins != "jumps" or self.flag("use_remove_padding", True)):
-            number, at = int(row_of_token[wrong[0]]), int(place[wrong[0]])
-            near = ", ".join(map(str, positions[row_of_token == number][max(at - 2, 0) : at + 3].tolist()))
-            raise ValueError(
-                f"{names[number]}: position_ids are {near} around its token {at}, which verl's own path takes for "
-                "those of other rows, or does not read; number the tokens of each row 0, 1, 2, ..."
-            )
+        if row_begins == "zeros":
+            is_wrong = (positions == 0) != (place == 0)
+        elif row_begins == "jumps":
+            is_wrong = (positions.diff(prepend=positions[:1]) != 1) & (place != 0)
+        else:
+            is_wrong = positions != place
+        if not is_wrong.any():
+            return
+        first = int(is_wrong.nonzero()[0])
+        number, at = int(row_of_token[first]), int(place[first])
+        near = ", ".join(map(str, positions[row_of_token == number][max(at - 2, 0) : at + 3].tolist()))
+        raise ValueError(
+            f"{self._name_of(number)}: position_ids are {near} around its token {at}, which verl's own path takes for "
+            "those of other rows, or does not read; number the tokens of each row 0, 1, 2, ..."
+        )
+
+    def check_pixels(self, config: Any) -> None:
+        """Checks that a row's pixels belong to its prompt. With others our results would silently differ from the stock
+        path's.
+
+        Args:
+            config: the model's.
+
+        Raises:
+            ValueError: naming row and uid.
+        """
         if is_vision_config(config):
-            for name, prompt, shown in zip(names, self.prompts, self.pixels, strict=True):
-                check_pixels(shown, prompt[:-1].cpu(), config, name)
+            for number, (prompt, shown) in enumerate(zip(self.prompts, self.pixels, strict=True)):
+                check_pixels(shown, prompt[:-1].cpu(), config, self._name_of(number))
 
 
 def is_padding(uid: str) -> bool:

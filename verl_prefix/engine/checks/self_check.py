@@ -20,7 +20,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -166,9 +165,8 @@ class Comparison:
         noise = [sum(column) / len(perturbed) for column in zip(*perturbed, strict=True)]
         # Log-probs of low precision have a grid, on which small noise may change nothing.
         noise[0] += torch.finfo(truth.outputs.dtype).eps ** 2 * sum_of_squares(truth.outputs)
-        sums = iter(self._reduce_sum([*packed, *phased, *noise, *truth.norms]))
-        packed, phased, noise = (list(islice(sums, len(noise))) for _ in range(3))
-        norms = list(sums)
+        sums, n = self._reduce_sum([*packed, *phased, *noise, *truth.norms]), len(noise)
+        packed, phased, noise, norms = sums[:n], sums[n : 2 * n], sums[2 * n : 3 * n], sums[3 * n :]
         # A NaN must not get lost in max().
         errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed, phased, strict=True)]
         outputs_ratio, *gradient_ratios = map(ratio_of, errors, noise)

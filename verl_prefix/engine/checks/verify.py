@@ -26,7 +26,7 @@ from verl_prefix.engine.checks.self_check import Comparison, Verdict
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import self_check_advice
 from verl_prefix.engine.outputs import FLAGS
-from verl_prefix.engine.planner import SharedPath, WhyStock
+from verl_prefix.engine.planner import SharedPath, StockPath
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import together
 from verl_prefix.models.advice import WITHOUT_SHARING
@@ -83,9 +83,9 @@ class Verification:
 
     def __init__(self, backend: Backend, options: PrefixConfig, run_plan: Callable[..., tuple[dict, dict]]) -> None:
         self._backend, self._options, self._run_plan = backend, options, run_plan
-        self.failure: WhyStock | None = None
+        self.failure: StockPath | None = None
         self._num_batches = 0  # of the checked kind, on either path: the log names the last one by this number
-        self._num_offered = 0  # of these, those by which `prefix.verify` counts
+        self._num_settled = 0  # of these, the shared ones that were checked or need no check, by which one is due
 
     @property
     def _compared(self) -> str:
@@ -94,7 +94,8 @@ class Verification:
 
     def count(self, forward_only: bool) -> None:
         """Counts a batch, on whichever path it will be computed."""
-        self._num_batches += self._is_checked_kind(forward_only)
+        if self._is_checked_kind(forward_only):
+            self._num_batches += 1
 
     def _is_checked_kind(self, forward_only: bool) -> bool:
         return not (forward_only and self._backend.trains)
@@ -102,12 +103,8 @@ class Verification:
     def check(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> dict[str, float]:
-        """Runs the check, if one is due and every rank has a group to check. A few rows of one group take both paths,
-        which are compared. Then rows that the update does not compute are checked: they must have no gradient. A check
-        that finds no group on some rank stays due, and waits for the next batch.
-
-        No pass of the check has more tokens than the budget of these groups, unless one row alone does. Where verl's
-        sequence parallelism is wrong, each rank computes whole rows, and rows that are checked fit a rank's budget.
+        """Runs the check, if one is due and every rank has a group to check. If a rank has none, the check stays due,
+        and waits for the next batch. Every rank calls it.
 
         Args:
             rows: the rows that this rank computes.
@@ -122,49 +119,58 @@ class Verification:
         """
         if not self._is_checked_kind(forward_only):
             return {}
-        if not self._is_due():
-            self._num_offered += 1
-            return {}
-        start, budget = time.perf_counter(), rows.budget(groups)
-        if not (choice := candidates(self._backend, rows, groups, budget)):
-            return {}
-        group = cheapest(choice, len(rows))
+        metrics = dict[str, float]()
+        if self._is_due():
+            start, budget = time.perf_counter(), rows.budget(groups)
+            if not (choice := candidates(self._backend, rows, groups, budget)):
+                return {}
+            metrics = self._checked(rows, cheapest(choice, len(rows)), budget, plan, loss)
+            metrics["timing_s/prefix_verify"] = time.perf_counter() - start
+        self._num_settled += 1
+        return metrics
+
+    def _is_due(self) -> bool:
+        """Whether this batch is one that `prefix.verify` names."""
+        verify = self._options.verify
+        if isinstance(verify, str):
+            return verify == "first_step" and self._num_settled == 0
+        return verify > 0 and self._num_settled % verify == 0
+
+    def _checked(self, rows: BatchRows, group: Group, budget: int, plan: Plan, loss: Loss) -> dict[str, float]:
+        """Compares both paths on a few rows of a group. Then checks the rows that the update does not compute: they
+        must have no gradient. Returns prefix/verify_*.
+
+        No pass of the check has more tokens than the budget, unless one row alone does. Where verl's sequence
+        parallelism is wrong, each rank computes whole rows, and rows that are checked fit a rank's budget.
+        """
         with self_check_advice():
             verdict = self._verdict(rows, group, budget, loss)
         misses = []
         if verdict.missed:
             uids = listed(sorted({rows.uids[number] for number in group.rows}))
-            misses = [
+            misses.append(
                 f"{verdict} (this rank compared rows of uid {uids}). The shared-prefix path is wrong for this model; "
                 f"set {WITHOUT_SHARING}"
-            ]
+            )
         if self._options.skip_zero_advantage and self._backend.trains:
-            misses += self._gradients_of_dead_rows(rows, plan, loss)
-        self._num_offered += 1
+            if self._has_gradient_of_idle_rows(rows, plan, loss):
+                misses.append(f"rows that are left out have a gradient; set {SKIP_ZERO_ADVANTAGE}=False")
         if misses:
             self._miss("; ".join(misses))
         figures = verdict._asdict()
         figures[self._compared] = figures.pop("outputs")
         if not self._backend.shape.recurrent_layers:
             del figures["recurrence"]
-        metrics = {f"prefix/verify_{name}": figure.ratio for name, figure in figures.items()}
-        return metrics | {"timing_s/prefix_verify": time.perf_counter() - start}
+        return {f"prefix/verify_{name}": figure.ratio for name, figure in figures.items()}
 
-    def _is_due(self) -> bool:
-        """Whether this batch is one that `prefix.verify` names."""
-        verify = self._options.verify
-        if isinstance(verify, str):
-            return verify == "first_step" and self._num_offered == 0
-        return verify > 0 and self._num_offered % verify == 0
-
-    def _gradients_of_dead_rows(self, rows: BatchRows, plan: Plan, loss: Loss) -> list[str]:
-        """Checks on all ranks that rows in no pass of the plan have no gradient: dead rows, and rows with an empty
-        response. Returns [] or [what is wrong]."""
+    def _has_gradient_of_idle_rows(self, rows: BatchRows, plan: Plan, loss: Loss) -> bool:
+        """Whether any row that no pass of the plan computes has a gradient, on any rank: a dead row, or one with an
+        empty response."""
         with together("checking rows that are left out", maxima=("has_gradient",)) as agreed:
             in_passes = {number for pass_ in plan.passes for group in pass_.groups for number in group.rows}
             idle = [number for number in range(len(rows)) if number not in in_passes]
             agreed.maximum("has_gradient", dead_rows.has_gradient(loss, rows, idle, self._backend.ranks.data))
-        return [f"rows that are left out have a gradient; set {SKIP_ZERO_ADVANTAGE}=False"] * agreed["has_gradient"]
+        return agreed["has_gradient"] > 0
 
     def _miss(self, why: str) -> None:
         """Ends the run, or sends all batches from now on to the stock path."""
@@ -173,7 +179,7 @@ class Verification:
         if self._options.verify_action == "raise":
             fallback = "actor_rollout_ref.actor.prefix.verify_action=fallback"
             raise RuntimeError(f"{message}, or {fallback} to go on with the stock path. Please report this")
-        self.failure = WhyStock(f"the self-check missed: {message}. Please report this")
+        self.failure = StockPath(f"the self-check missed: {message}. Please report this")
 
     def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:
         """Compares both paths on a group of each rank. Top-k distillation also compares its losses."""

@@ -102,17 +102,18 @@ def open_exchange(
             metrics |= moves.metrics
             if moves.any_travels:
                 computed, metrics["prefix/exchanged_mib"] = _send_rows(batch, moves)
+    travels = moves is not None and moves.any_travels
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
-        if skips_dead and moves and moves.any_travels:  # again, since rows that arrive bring no mark
+        if skips_dead and travels:  # again, since rows that arrive bring no mark
             computed = computed.with_dead(dead_rows.find_dead(loss, computed))
         if moves is None:
             share_pixels(computed.pixels)
         is_cut = moves.is_cut if moves else tree_rule.cuts_rows(computed.uids, computed.keys)
         groups = group_rows(computed, tree_rule, is_cut)
     uids = {*(moves.table.uids if moves else uid_hashes(computed))} - {PADDING}
-    moves = moves if moves and moves.any_travels else None
-    return Exchange(computed, groups, tree_rule._replace(was_cut=is_cut), uids, metrics, moves)
+    tree_rule = tree_rule._replace(was_cut=is_cut)
+    return Exchange(computed, groups, tree_rule, uids, metrics, moves if travels else None)
 
 
 def _rows_may_travel(ranks: Ranks, option: str, loss: Loss) -> bool:

@@ -45,21 +45,25 @@ class Moves:
     def __init__(
         self, table: RowTable, homes: Sequence[int], ranks: Ranks, is_cut: bool, placement_metrics: Mapping[str, float]
     ) -> None:
-        self.table, self.ranks, self.is_cut, rank = table, ranks, is_cut, ranks.data_rank
+        self.table, self.ranks, self.is_cut = table, ranks, is_cut
         self.any_travels = homes != table.ranks
+        rank, self.kept = ranks.data_rank, list[int]()
         self.sent: list[list[int]] = [[] for _ in range(ranks.data_size)]
         self.got: list[list[int]] = [[] for _ in range(ranks.data_size)]
         for table_row, (source, home) in enumerate(zip(table.ranks, homes, strict=True)):
             number = table_row - table.starts[source]
-            if source == rank:
+            if source == home == rank:
+                self.kept.append(number)
+            elif source == rank:
                 self.sent[home].append(number)
-            if home == rank:
+            elif home == rank:
                 self.got[source].append(number)
-        self.kept, self.sent[rank], self.got[rank] = self.sent[rank], [], []
         self.table_rows = [table.starts[rank] + number for number in self.kept]
-        self.table_rows += [start + n for start, numbers in zip(table.starts, self.got, strict=False) for n in numbers]
-        stays = zip(table.keys, table.ranks, homes, table.has_pixels, strict=True)
-        self._holders = {(key, home) for key, source, home, has_pixels in stays if has_pixels and home == source}
+        for source, numbers in enumerate(self.got):
+            self.table_rows += [table.starts[source] + number for number in numbers]
+        # The keys of rows that stay where they are and have pixels, each with its rank.
+        rows = zip(table.keys, table.ranks, homes, table.has_pixels, strict=True)
+        self._holders = {(key, home) for key, source, home, has_pixels in rows if has_pixels and home == source}
         self.metrics = {**placement_metrics, "prefix/exchanged_rows": sum(map(len, self.sent))}
 
     def finds_pixels(self, number: int, home: int) -> bool:

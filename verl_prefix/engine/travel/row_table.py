@@ -108,7 +108,7 @@ class RowTable:
         uid_of_session = [self.uids[table_rows[0]] for table_rows in sessions]
         rank_of_session = [self.ranks[table_rows[0]] for table_rows in sessions]
         # Numbers of a rank's rows become table rows.
-        pieces = [table + torch.tensor([start, 0, 0]) for start, table in zip(self.starts, pieces, strict=False)]
+        pieces = [table + torch.tensor([start, 0, 0]) for start, table in zip(self.starts[:-1], pieces, strict=True)]
         trunk_costs, branch_costs = costs_of_sessions(sessions, uid_of_session, torch.cat(pieces), self.pixel_costs)
         placement = place_rows(uid_of_session, trunk_costs, branch_costs, rank_of_session, num_ranks)
         home_of = {table_row: home for home, rows in zip(placement.ranks, sessions, strict=True) for table_row in rows}
