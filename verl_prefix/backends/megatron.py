@@ -8,7 +8,7 @@ Source: verl/workers/engine/megatron/transformer_impl.py, MegatronEngine and Meg
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -268,18 +268,21 @@ class MegatronBackend(Backend):
         # Where an update begins there are no gradients, and nothing is copied.
         kept = [(x, x.cpu()) for x in (*(buffer.grad_data for buffer in buffers), *counts) if x.any()]
         self._clear()
-        # Undone in reverse: options back, gradients cleared, counts zeroed, kept values restored.
-        with ExitStack() as stack:
-            stack.callback(lambda: [x.copy_(values) for x, values in kept])
-            stack.callback(lambda: [count.zero_() for count in counts])
-            stack.callback(self._clear)
-            stack.enter_context(replaced(model.config, "moe_router_bias_update_rate", 0.0))
-            balance = model.config.moe_aux_loss_coeff
-            nothing = [0.0] * len(balance) if isinstance(balance, list) else 0.0
-            stack.enter_context(replaced(model.config, "moe_aux_loss_coeff", nothing))
-            count = functools.partial(_rows_times, self.ranks.slices)
-            stack.enter_context(replaced(self._engine, "_routed_num_tokens", count))
-            yield
+        coefficient = model.config.moe_aux_loss_coeff
+        no_balance = [0.0] * len(coefficient) if isinstance(coefficient, list) else 0.0
+        try:
+            with (
+                replaced(model.config, "moe_router_bias_update_rate", 0.0),
+                replaced(model.config, "moe_aux_loss_coeff", no_balance),
+                replaced(self._engine, "_routed_num_tokens", functools.partial(_rows_times, self.ranks.slices)),
+            ):
+                yield
+        finally:
+            self._clear()
+            for count in counts:
+                count.zero_()
+            for x, values in kept:
+                x.copy_(values)
 
 
 def _rows_times(slices: int, data: TensorDict) -> torch.Tensor:

@@ -33,11 +33,11 @@ from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
 
 
 class _Begun(NamedTuple):
-    """A phased pass between its phases A and C, and what it `read` of the stage before."""
+    """A phased pass between its phases A and C. `received`: hidden states of the stage before; None: there is none."""
 
     planned: PhasedPass
     phase_a: PhaseA
-    read: torch.Tensor | None
+    received: torch.Tensor | None
 
 
 class _MicroBatch(NamedTuple):
@@ -59,43 +59,52 @@ class PipelineRunner(MegatronRunner):
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
         assert plan.depth < 2, "stages run phases A apart, and would leave out what is nested in them"
-        device, neighbours = tokens.input_ids.device, Neighbours(unwrapped(self.module))
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
         if self.backward is None:  # then nothing of a prefix is wanted after its waves
             rounds = [[], *([phased] for phased in plan.phased)]
+        packed: Sequence[PackedPass] = plan.packed
+        neighbours = Neighbours(unwrapped(self.module))
         with self.forward.model.grouped_attention():
-            for i, phased in enumerate(rounds):
-                micro_batches = [] if i else [_micro_batch(each, tokens) for each in plan.packed]
-                with ExitStack() as open_caches:
-                    begun = [self._begin(tokens, planned, neighbours, open_caches) for planned in phased]
-                    micro_batches += [
-                        _micro_batch(wave, tokens, phase_a, f"wave {number} of {len(planned.waves)}")
-                        for planned, phase_a, _ in begun
-                        for number, wave in enumerate(planned.waves, start=1)
-                    ]
-                    groups = [group for micro_batch in micro_batches for group in micro_batch.packed_row.groups]
-                    with ExitStack() as measured:
-                        if begun:
-                            measured.enter_context(self.meter.between_a_and_c(device))
-                        measured.enter_context(self.meter.phase("wave" if begun else "packed", groups, device))
-                        self._run_1f1b(tokens, micro_batches)
-                    micro_batches.clear()  # and with them the caches that they read
-                    while begun:
-                        self._phase_c(begun.pop(), neighbours, device)
+            for phased in rounds:
+                self._run_round(tokens, packed, phased, neighbours)
+                packed = []  # all have run, in the first round
+
+    def _run_round(
+        self, tokens: TokenBatch, packed: Sequence[PackedPass], phased: Sequence[PhasedPass], neighbours: Neighbours
+    ) -> None:
+        """Runs phases A, then packed passes and waves by one 1F1B, then phases C."""
+        device = tokens.input_ids.device
+        with ExitStack() as open_caches:
+            begun = [self._begin(tokens, planned, neighbours, open_caches) for planned in phased]
+            micro_batches = [_micro_batch(planned, tokens) for planned in packed]
+            for planned, phase_a, _ in begun:
+                for number, wave in enumerate(planned.waves, start=1):
+                    part = f"wave {number} of {len(planned.waves)}"
+                    micro_batches.append(_micro_batch(wave, tokens, phase_a, part))
+            groups = [group for micro_batch in micro_batches for group in micro_batch.packed_row.groups]
+            with ExitStack() as measured:
+                if begun:
+                    measured.enter_context(self.meter.between_a_and_c(device))
+                measured.enter_context(self.meter.phase("wave" if begun else "packed", groups, device))
+                self._run_1f1b(tokens, micro_batches)
+            micro_batches.clear()  # and with them the caches that they read
+            while begun:
+                self._phase_c(begun.pop(), neighbours, device)
 
     def _begin(self, tokens: TokenBatch, planned: PhasedPass, neighbours: Neighbours, open_caches: ExitStack) -> _Begun:
         """Runs a phase A. Hidden states come from the stage before and go to the next one. `open_caches` frees
         its cache."""
         cache = open_caches.enter_context(self.prefix_cache(tokens.input_ids.device))
-        read = neighbours.receive_hidden()
-        neighbours.take(read)
+        received = neighbours.receive_hidden()
+        neighbours.take(received)
         phase_a = self.phase_a(tokens, planned, cache)
         neighbours.send_hidden(phase_a.output)
         if isinstance(cache, OffloadedPrefixCache):  # which has copied to the host what backward needs of these
             cache.put_away()
-            for hidden in filter(torch.is_tensor, (read, phase_a.output)):
-                hidden.data = hidden.new_empty(()).expand_as(hidden)  # the shape stays, by which gradients are checked
-        return _Begun(planned, phase_a, read)
+            for hidden in (received, phase_a.output):
+                if hidden is not None:  # its shape stays, by which gradients are checked
+                    hidden.data = hidden.new_empty(()).expand_as(hidden)
+        return _Begun(planned, phase_a, received)
 
     def _run_1f1b(self, tokens: TokenBatch, micro_batches: Sequence[_MicroBatch]) -> None:
         """Runs forwards and backwards of packed passes and waves in mcore's order."""
@@ -136,4 +145,4 @@ class PipelineRunner(MegatronRunner):
         if output.requires_grad:
             with self.meter.phase("phase_c", begun.planned.groups, device):
                 cache.backward(output, grad)
-        neighbours.send_gradient(begun.read)
+        neighbours.send_gradient(begun.received)

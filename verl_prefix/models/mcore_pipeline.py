@@ -25,35 +25,37 @@ class Neighbours:
         self._model, self._p2p = model, P2PCommunicator(pp_group=group, config=model.config)
 
     def receive_hidden(self) -> torch.Tensor | None:
-        """Hidden states [t, 1, H] of the stage before; None on the first. Their shape travels before them."""
+        """Receives hidden states [t, 1, H] of the stage before; None on the first. Their shape travels before them."""
         found: torch.Tensor | None = self._p2p.recv_forward((1, 1, self._model.config.hidden_size), self._first)
         return found
 
     def take(self, hidden: torch.Tensor | None) -> None:
-        """Gives the next forward what it reads."""
+        """Gives the next forward these hidden states as its input."""
         self._model.set_input_tensor(hidden)
 
     def send_hidden(self, output: torch.Tensor) -> None:
+        """Sends hidden states to the next stage, if there is one."""
         self._p2p.send_forward(output, self._last)
 
     def receive_gradient(self, output: torch.Tensor) -> torch.Tensor | None:
-        """Of what this stage handed on; None on the last."""
+        """Receives the gradient of what `send_hidden` sent; None on the last stage."""
         found: torch.Tensor | None = self._p2p.recv_backward(tuple(output.shape), self._last)
         return found
 
-    def send_gradient(self, read: torch.Tensor | None) -> None:
-        """Of what it read."""
-        self._p2p.send_backward(None if read is None else read.grad, self._first)
+    def send_gradient(self, received: torch.Tensor | None) -> None:
+        """Sends the gradient of what `receive_hidden` returned."""
+        self._p2p.send_backward(None if received is None else received.grad, self._first)
 
 
 def run_1f1b(
     module: Any, forward: Callable[[], tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]], number: int,
     forward_only: bool,
 ) -> None:  # fmt: skip
-    """Runs micro-batches by mcore's own schedule, without what it does once behind the last.
+    """Runs micro-batches by mcore's own schedule, without what it does once after the last.
 
     Args:
-        forward: runs the next one; returns the stage's output and, for the last stage, what makes its loss of it.
+        forward: runs the next one; returns the stage's output, and the function by which the last stage computes its
+            loss from it.
     """
     if not number:
         return
