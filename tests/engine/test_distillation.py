@@ -12,7 +12,7 @@ from teachers import ONLY, distillation_loss, tell_update
 from torch.distributed import all_reduce, get_rank, get_world_size
 from whole_tensors import whole
 
-from verl_prefix.engine import grouping, outputs
+from verl_prefix.engine import fields, grouping, outputs
 from verl_prefix.engine.dead_rows import find_dead
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
@@ -189,7 +189,7 @@ def test_outputs_of_topk_are_those_that_verl_makes():
         for name, x in (("teacher_ids", torch.zeros(2, 1).long()), ("teacher_logprobs", -torch.ones(2, 1)))
     }
     made = distillation_loss({"distillation": {}})(data=teacher, student_logits=torch.randn(1, 2, 9))
-    assert (*made,) == outputs.TOPK and (*teacher,) == outputs.TEACHER
+    assert (*made,) == outputs.TOPK and (*teacher,) == fields.TEACHER
 
 
 def _in_half_precision(models: dict, schedule: str, distillation: str) -> dict[str, dict[str, float]]:

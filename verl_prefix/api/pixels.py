@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from verl_prefix.models.vision import MODEL_TYPES, PIXELS, check_pixels, inner_model, is_vision_config
+from verl_prefix.models.vision import MODEL_TYPES, PIXEL_KINDS, check_pixels, inner_model, is_vision_config
 
 
 def pixels_of_prompts(
@@ -25,7 +25,7 @@ def pixels_of_prompts(
             raise ValueError(f"pixels are for {', '.join(MODEL_TYPES)}, and this is a {config.model_type} model")
         return by_prompt
     given = given or {}
-    for names in PIXELS:
+    for names in PIXEL_KINDS:
         _, values, grid = names
         if (given.get(values) is None) != (given.get(grid) is None):
             raise ValueError(f"pixels need both {values} and {grid}; pass the processor's whole output")
@@ -40,7 +40,7 @@ def _deal(
     config: Any, prompts: Sequence[torch.Tensor], given: Mapping[str, Any], names: tuple[str, str, str],
     by_prompt: list[dict[str, Any]],
 ) -> None:  # fmt: skip
-    """Adds the pixels of one kind, by names of `PIXELS`, to those of their prompts. Raises ValueError as above."""
+    """Adds the pixels of one kind, by names of `PIXEL_KINDS`, to those of their prompts. Raises ValueError as above."""
     kind, values, grid = names
     grids = torch.as_tensor(given[grid]).cpu()
     num_patches = grids.prod(-1)

@@ -38,10 +38,11 @@ from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts, VerlEngine
 from verl_prefix.engine.checks.layer_probe import disturbed_outputs
 from verl_prefix.engine.checks.self_check import Gradients
+from verl_prefix.engine.fields import ROUTES
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import flags_of, policy_outputs
 from verl_prefix.engine.prefix_engine import PrefixEngine
-from verl_prefix.engine.rows import ROUTES, BatchRows
+from verl_prefix.engine.rows import BatchRows
 from verl_prefix.models.advice import WITHOUT_SHARING
 from verl_prefix.models.mcore import (
     MegatronModel,

@@ -14,8 +14,8 @@ from verl.utils.ulysses import slice_input_tensor
 from verl_prefix.backends.hugging_face import VerlHFEngine, without_ulysses
 from verl_prefix.config.model import is_varlen
 from verl_prefix.engine.backend import Ranks, Replay, StockFacts
+from verl_prefix.engine.fields import RECORDS, ROUTES
 from verl_prefix.engine.loss import LossFunction
-from verl_prefix.engine.rows import RECORDS, ROUTES
 from verl_prefix.models.recurrent import packing_leak, sharding_leak
 from verl_prefix.models.replaced import replaced
 from verl_prefix.models.replay import replayed_routers

@@ -17,13 +17,12 @@ from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runs import on_device, ranges
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.rows import RECORDS, BatchRows
-from verl_prefix.engine.travel.carried_pixels import PIXELS
+from verl_prefix.engine.fields import PIXEL_INPUTS, RECORDS, TEACHER
+from verl_prefix.engine.rows import BatchRows
 from verl_prefix.models.vision import PixelBatch, is_vision_config
 
-# What verl's top-k losses make of logits (verl/trainer/distillation), and the fields that they read.
+# What verl's top-k losses make of logits (verl/trainer/distillation).
 TOPK = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")
-TEACHER = ("teacher_ids", "teacher_logprobs")
 # verl's flags of a batch, and what each adds to the outputs; `distillation_only` takes log-probs away.
 FLAGS: dict[str, tuple[str, ...]] = {
     "distillation_use_topk": TOPK, "distillation_only": (),
@@ -101,7 +100,7 @@ class TokenOutputs:
         """Makes the batch of the runner, with its pixels, and with routes to replay or to fill."""
         rows, data, config = self.rows, self.rows.data, self.backend.config
         input_ids, records = data["input_ids"].values(), rows.flag(RECORDS)
-        pixels = tu.get(data, PIXELS) if is_vision_config(config) else None
+        pixels = tu.get(data, PIXEL_INPUTS) if is_vision_config(config) else None
         return TokenBatch(
             input_ids.to(self._device), data["position_ids"].values().to(self._device), offsets=rows.offsets,
             pixels=None if pixels is None else PixelBatch(pixels, input_ids.cpu(), rows.offsets, config),

@@ -15,10 +15,11 @@ from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.pass_notes import current_pass
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
+from verl_prefix.engine.fields import ROUTES, TEACHER
 from verl_prefix.engine.loss import Loss, PassLoss
 from verl_prefix.engine.metrics.even_metrics import add_missing_sums, even_out
-from verl_prefix.engine.outputs import TEACHER, TokenOutputs
-from verl_prefix.engine.rows import ROUTES, BatchRows, select_rows
+from verl_prefix.engine.outputs import TokenOutputs
+from verl_prefix.engine.rows import BatchRows, select_rows
 
 logger = logging.getLogger(__name__)
 

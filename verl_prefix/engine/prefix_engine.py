@@ -27,15 +27,15 @@ from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.checks.verify import Verification
 from verl_prefix.engine.dead_rows import num_dead
+from verl_prefix.engine.fields import RECORDS, ROUTES, TEACHER
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.metrics.pass_metrics import plan_metrics
 from verl_prefix.engine.metrics.step_metrics import StepMetrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
-from verl_prefix.engine.outputs import TEACHER
 from verl_prefix.engine.pass_results import PassResults
 from verl_prefix.engine.planner import Planner, SharedPath, StockPath
-from verl_prefix.engine.rows import RECORDS, ROUTES, BatchRows
+from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import RankError, together
 from verl_prefix.engine.travel.carried_pixels import receive_pixels
 from verl_prefix.engine.travel.exchange import Exchange, open_exchange

@@ -13,11 +13,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.core.groups import Group
-from verl_prefix.engine.travel.carried_pixels import PIXELS
+from verl_prefix.engine.fields import PIXEL_INPUTS, ROUTES
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, pixel_digests
-
-ROUTES = "routed_experts"  # verl's field of the experts that each token went to, in the rollout or in old log-probs
-RECORDS = "records_routes"  # our flag of a batch whose log-probs leave that field
 
 
 def select_rows(data: TensorDict, numbers: Sequence[int]) -> TensorDict:
@@ -148,7 +145,7 @@ class BatchRows:
     @property
     def pixels(self) -> Sequence[Any]:
         """What each row shows, a dict; None or an empty one for text."""
-        return tu.get(self.data, PIXELS, [None] * len(self))
+        return tu.get(self.data, PIXEL_INPUTS, [None] * len(self))
 
     @property
     def keys(self) -> Sequence[Hashable]:

@@ -32,12 +32,12 @@ MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe
 
 # Names of a row's pixels, as verl's agent loop has them from the model's processor: (kind, patches [n, patch size],
 # grid [m, 3]). What else the processor makes (timestamps) is in the row's position ids already.
-PIXELS = (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw"))
-PIXEL_NAMES = tuple(name for _, *names in PIXELS for name in names)
+PIXEL_KINDS = (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw"))
+PIXEL_NAMES = tuple(name for _, *names in PIXEL_KINDS for name in names)
 # Beside a row's pixels, the row's own key in TransferQueue; in place of pixels, the key of the row that has them.
 CARRIES, CARRIED_BY = "verl_prefix.carries", "verl_prefix.carried_by"
 
-Row = dict[str, Any] | None  # a row's pixels by name; None or empty: it has none
+RowPixels = dict[str, Any] | None  # a row's pixels by name; None or empty: it has none
 
 _digests = WeakIdKeyDictionary()  # of tensors while they live: after `share_pixels` a group's rows have the same ones
 
@@ -88,7 +88,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return _digests[tensor]
 
 
-def pixel_digests(rows: Sequence[Row]) -> list[bytes]:
+def pixel_digests(rows: Sequence[RowPixels]) -> list[bytes]:
     """Returns a digest of each row's pixels, with their dtypes and shapes; it is empty without pixels.
 
     Args:
@@ -97,7 +97,7 @@ def pixel_digests(rows: Sequence[Row]) -> list[bytes]:
     return [b"".join(name.encode() + _digest(x) for name, x in _pixels_of(row).items()) for row in rows]
 
 
-def share_pixels(rows: Sequence[Row]) -> list[bytes]:
+def share_pixels(rows: Sequence[RowPixels]) -> list[bytes]:
     """Lets rows with the same pixels hold the same tensors, so that the copies are freed: changes the rows' dicts.
     Returns their `pixel_digests`."""
     held: dict[bytes, torch.Tensor] = {}
@@ -107,12 +107,12 @@ def share_pixels(rows: Sequence[Row]) -> list[bytes]:
     return pixel_digests(rows)
 
 
-def _pixels_of(row: Row) -> dict[str, torch.Tensor]:
+def _pixels_of(row: RowPixels) -> dict[str, torch.Tensor]:
     return {name: row[name] for name in PIXEL_NAMES if row and torch.is_tensor(row.get(name))}
 
 
 def tree_tokens(
-    input_ids: torch.Tensor, positions: torch.Tensor, offsets: Sequence[int], rows: Sequence[Row], config: Any
+    input_ids: torch.Tensor, positions: torch.Tensor, offsets: Sequence[int], rows: Sequence[RowPixels], config: Any
 ) -> torch.Tensor:
     """[N] int64, equal where tokens, their positions and what they show are equal, for `core.trees.group_trees`.
 
@@ -123,7 +123,7 @@ def tree_tokens(
     for axis in positions:
         mixed = mix(mixed) ^ axis
     for row, start, end in zip(rows, offsets, offsets[1:], strict=False):
-        for kind, values, grid in PIXELS:
+        for kind, values, grid in PIXEL_KINDS:
             if not row or row.get(values) is None:
                 continue
             lens = row[grid].prod(-1)
@@ -141,19 +141,19 @@ def shown_lens(prompts: Sequence[torch.Tensor], config: Any) -> list[int]:
     """For each prompt [n] int64, the number of its tokens up to and with the last one of an image or video; or 0."""
     if not is_vision_config(config):
         return [0] * len(prompts)
-    tokens = torch.tensor([getattr(config, f"{kind}_token_id") for kind, *_ in PIXELS])
+    tokens = torch.tensor([getattr(config, f"{kind}_token_id") for kind, *_ in PIXEL_KINDS])
     seen = (torch.isin(prompt.cpu(), tokens).nonzero()[-1:, 0] for prompt in prompts)
     return [int(last) + 1 if len(last) else 0 for last in seen]
 
 
-def num_tower_runs(row: Row) -> int:
+def num_tower_runs(row: RowPixels) -> int:
     """How often verl's own forward runs the tower on a row with FSDP2: for images, for videos, or on zeros."""
-    return sum((row or {}).get(values) is not None for _, values, _ in PIXELS) or 1
+    return sum((row or {}).get(values) is not None for _, values, _ in PIXEL_KINDS) or 1
 
 
-def num_patches(row: Row) -> int:
+def num_patches(row: RowPixels) -> int:
     """Number of patches of the row's images and videos; 0 where it has none."""
-    return sum(len(row[values]) for _, values, _ in PIXELS if row and row.get(values) is not None)
+    return sum(len(row[values]) for _, values, _ in PIXEL_KINDS if row and row.get(values) is not None)
 
 
 class PixelBatch:
@@ -166,7 +166,7 @@ class PixelBatch:
         config: the model's; it names the tokens that images and videos stand for.
     """
 
-    def __init__(self, rows: Sequence[Row], input_ids: torch.Tensor, offsets: Sequence[int], config: Any) -> None:
+    def __init__(self, rows: Sequence[RowPixels], input_ids: torch.Tensor, offsets: Sequence[int], config: Any) -> None:
         self.rows = rows
         self.input_ids = input_ids
         self.offsets = offsets
@@ -189,7 +189,7 @@ class PixelBatch:
         start = 0
         for group in groups:
             for strand in group.strands[group.num_outer :]:
-                for kind, values, grid in PIXELS:
+                for kind, values, grid in PIXEL_KINDS:
                     positions = self._tokens(strand.row, kind, strand.start, strand.end)
                     if len(positions):
                         row = self.rows[strand.row] or {}
@@ -227,7 +227,7 @@ class PixelBatch:
         return ends.index(num_tokens)
 
 
-def check_pixels(inputs: Row, prefix: torch.Tensor, config: Any, name: str) -> None:
+def check_pixels(inputs: RowPixels, prefix: torch.Tensor, config: Any, name: str) -> None:
     """Checks that the visual tokens of a row's prefix, [n] int64, are as many as the features that its pixels make.
 
     Raises:
@@ -239,7 +239,7 @@ def check_pixels(inputs: Row, prefix: torch.Tensor, config: Any, name: str) -> N
             f"{name} has a video, which a {config.model_type} model marks by tokens of images: videos of GLM are not "
             "supported, train it on images"
         )
-    for kind, values, grid in PIXELS:
+    for kind, values, grid in PIXEL_KINDS:
         num_tokens = int((prefix == getattr(config, f"{kind}_token_id")).sum())
         num_features = int(_num_features(inputs[grid], config).sum()) if inputs.get(values) is not None else 0
         if num_tokens != num_features:

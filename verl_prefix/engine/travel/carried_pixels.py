@@ -6,9 +6,9 @@ from typing import Any
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.models.vision import CARRIED_BY, CARRIES, PIXEL_NAMES, Row
+from verl_prefix.engine.fields import PIXEL_INPUTS
+from verl_prefix.models.vision import CARRIED_BY, CARRIES, PIXEL_NAMES, RowPixels
 
-PIXELS = "multi_modal_inputs"
 PARTITION = "train"
 
 
@@ -19,15 +19,15 @@ def receive_pixels(data: TensorDict) -> TensorDict:
     Raises:
         RuntimeError: as `with_carried_pixels`.
     """
-    rows: list[Row] = tu.get(data, PIXELS, [])
+    rows: list[RowPixels] = tu.get(data, PIXEL_INPUTS, [])
     if not any(row and (CARRIES in row or CARRIED_BY in row) for row in rows):
         return data
     data = data.copy()
-    tu.assign_non_tensor_stack(data, PIXELS, with_carried_pixels(rows))
+    tu.assign_non_tensor_stack(data, PIXEL_INPUTS, with_carried_pixels(rows))
     return data
 
 
-def with_carried_pixels(rows: Sequence[Row]) -> list[Row]:
+def with_carried_pixels(rows: Sequence[RowPixels]) -> list[RowPixels]:
     """Returns rows with their pixels, which are the tensors of the rows that carry them. A carrier on another rank, or
     in another mini-batch, is fetched from TransferQueue.
 
@@ -41,7 +41,7 @@ def with_carried_pixels(rows: Sequence[Row]) -> list[Row]:
     wanted = {row[CARRIED_BY] for row in rows if row and CARRIED_BY in row}
     if missing := sorted(wanted - set(carried)):
         carried |= {row[CARRIES]: row for row in _fetch(missing)}
-    with_pixels: list[Row] = []
+    with_pixels: list[RowPixels] = []
     for row in rows:
         if row:
             carrier = carried[row[CARRIED_BY]] if CARRIED_BY in row else {}
@@ -56,8 +56,8 @@ def _fetch(keys: list[str]) -> list[dict[str, Any]]:
 
     rows, reason = [], None
     try:
-        answer = tq.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=[PIXELS])
-        rows = list(answer[PIXELS])
+        answer = tq.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=[PIXEL_INPUTS])
+        rows = list(answer[PIXEL_INPUTS])
     except ValueError as error:  # as where none of the keys is there; where only some are missing, the others come back
         reason = error
     if len(rows) != len(keys):

@@ -26,11 +26,12 @@ from verl.utils.device import get_device_name
 from verl_prefix.core.groups import Group
 from verl_prefix.engine import dead_rows
 from verl_prefix.engine.backend import Backend, Ranks
+from verl_prefix.engine.fields import PIXEL_INPUTS
 from verl_prefix.engine.grouping import TreeRule, group_rows
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import RankError, together
-from verl_prefix.engine.travel.carried_pixels import PIXELS, receive_pixels
+from verl_prefix.engine.travel.carried_pixels import receive_pixels
 from verl_prefix.engine.travel.moves import Moves, decide_moves
 from verl_prefix.engine.travel.row_bytes import RowCodec, TravellingRow
 from verl_prefix.engine.travel.row_table import PADDING, uid_hashes
@@ -152,7 +153,7 @@ def _send_rows(batch: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
         rows = [codec.row(number, number) for number in moves.kept]
         rows += _unpacked(codec, received, moves.got, "its rows")
         keys = [moves.table.keys[table_row] for table_row in moves.table_rows]
-        if PIXELS in codec.others:
+        if PIXEL_INPUTS in codec.others:
             rows = _with_pixels(rows, keys)
         # verl's batch of these rows, which also gets what this rank's batch has once.
         once = {name: x.data for name, x in batch.data.items() if isinstance(x, NonTensorData)}
@@ -221,22 +222,22 @@ def _check_lens(outputs: Mapping[str, Any], lens: Sequence[int]) -> None:
 
 def _without_known_pixels(row: TravellingRow, home: int, moves: Moves) -> TravellingRow:
     """Returns a row as it travels to `home`: without its pixels, if a row that stays there has them."""
-    visual = row.others.get(PIXELS)
+    visual = row.others.get(PIXEL_INPUTS)
     if not visual or not moves.finds_pixels(row.number, home):
         return row
     visual = {name: x for name, x in visual.items() if name not in PIXEL_NAMES}
-    return row._replace(others=row.others | {PIXELS: visual})
+    return row._replace(others=row.others | {PIXEL_INPUTS: visual})
 
 
 def _with_pixels(rows: Sequence[TravellingRow], keys: Sequence[Hashable]) -> list[TravellingRow]:
     """Returns the rows, each with the pixels that a row of its group has here. No dict of the batch changes: an update
     of several epochs asks for its rows again."""
-    visuals = [dict(row.others[PIXELS] or {}) for row in rows]
+    visuals = [dict(row.others[PIXEL_INPUTS] or {}) for row in rows]
     pixels = [{name: x for name, x in visual.items() if name in PIXEL_NAMES} for visual in visuals]
     held = {key: row_pixels for key, row_pixels in zip(keys, pixels, strict=True) if row_pixels}
     with_pixels = []
     for key, row, visual in zip(keys, rows, visuals, strict=True):
         if key in held:  # also where pixels were all that a row had, before they stayed behind
             visual = {name: x for name, x in visual.items() if name != CARRIED_BY} | held[key]
-        with_pixels.append(row._replace(others=row.others | {PIXELS: visual}))
+        with_pixels.append(row._replace(others=row.others | {PIXEL_INPUTS: visual}))
     return with_pixels

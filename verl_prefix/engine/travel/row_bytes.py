@@ -13,11 +13,11 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.engine.travel.carried_pixels import PIXELS
+from verl_prefix.engine.fields import PIXEL_INPUTS
 
 # Fields that travel and are no tensors. All others (raw_prompt, extra_fields) stay behind: neither outputs nor verl's
 # own losses read them.
-TRAVELLING = ("uid", "session_id", PIXELS)
+TRAVELLING = ("uid", "session_id", PIXEL_INPUTS)
 
 
 class TravellingRow(NamedTuple):
@@ -78,12 +78,12 @@ class RowCodec:
         arrays: dict[str, np.ndarray] = {}
         heads = []
         for i, row in enumerate(rows):
-            pixels = row.others.get(PIXELS) or {}
+            pixels = row.others.get(PIXEL_INPUTS) or {}
             seen = {name: x for name, x in pixels.items() if isinstance(x, torch.Tensor)}
-            for kind, tensors in (("row", row.tensors), (PIXELS, seen)):
+            for kind, tensors in (("row", row.tensors), (PIXEL_INPUTS, seen)):
                 arrays |= {f"{i}/{kind}/{str(x.dtype)[6:]}/{name}": _array(x) for name, x in tensors.items()}
             others = {name: x for name, x in pixels.items() if name not in seen}
-            heads.append([row.number, row.others | {PIXELS: others} if pixels else row.others])
+            heads.append([row.number, row.others | {PIXEL_INPUTS: others} if pixels else row.others])
         if not rows:
             return torch.empty(0, dtype=torch.uint8)
         try:
@@ -104,7 +104,7 @@ class RowCodec:
         for stored_as, x in tensors.items():
             i, kind, dtype, name = stored_as.split("/", 3)
             row = rows[int(i)]
-            (row.tensors if kind == "row" else row.others[PIXELS])[name] = x.view(getattr(torch, dtype))
+            (row.tensors if kind == "row" else row.others[PIXEL_INPUTS])[name] = x.view(getattr(torch, dtype))
         return rows
 
     def join(self, rows: Sequence[TravellingRow]) -> dict[str, torch.Tensor]:
