@@ -238,11 +238,11 @@ def test_a_stage_of_verls_own_that_fails_is_told_while_the_other_waits(model, de
 
 def _rows_that_one_cannot_read(path: str) -> str:
     """MOCK: one of two ranks that have the same rows finds positions in them that are wrong."""
-    from verl_prefix.engine.rows import BatchRows
+    from verl_prefix.engine import prefix_engine
 
     engine = _shared()("prefix_megatron", path, SP | PHASED)
-    broken = _fail if torch.distributed.get_rank() == 1 else BatchRows.check_positions
-    with mock.patch.object(BatchRows, "check_positions", broken), pytest.raises(Exception) as raised:
+    broken = _fail if torch.distributed.get_rank() == 1 else prefix_engine.check_positions
+    with mock.patch.object(prefix_engine, "check_positions", broken), pytest.raises(Exception) as raised:
         _update(engine)
     return repr(raised.value)
 

@@ -268,11 +268,11 @@ def test_a_nan_goes_into_the_weights_or_ends_the_job_and_its_rows_are_named(mode
 def _numbered(models: dict, jump: int) -> tuple[str, float]:
     """What the engine says of rows whose positions jump behind the prompt, under `attn_implementation=null`, and how
     far ours is off where it says nothing. verl's engine reads no position ids."""
-    from verl_prefix.engine.rows import BatchRows
+    from verl_prefix.engine import prefix_engine
 
     ours, stock = _pair(models["qwen3"], {}, "phased")
     ours.model_config.hf_config._attn_implementation = None
-    data, check, message = _rows(ours), BatchRows.check_positions, []
+    data, check, message = _rows(ours), prefix_engine.check_positions, []
     starts = zip(data["position_ids"].unbind(), data["prompts"].unbind(), strict=True)
     rows = [x + jump * (x >= len(prompt)) for x, prompt in starts]
     data["position_ids"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
@@ -283,7 +283,7 @@ def _numbered(models: dict, jump: int) -> tuple[str, float]:
         except ValueError as error:
             message.append(str(error))
 
-    with mock.patch.object(BatchRows, "check_positions", checked), ours.eval_mode(disable_auto_offload=True):
+    with mock.patch.object(prefix_engine, "check_positions", checked), ours.eval_mode(disable_auto_offload=True):
         found = ours.infer_batch(data)["model_output"]["log_probs"]
     return "".join(message), _relative(torch.cat(_responses(found, data)), _log_probs(stock))
 

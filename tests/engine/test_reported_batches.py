@@ -48,6 +48,7 @@ NUMBERED = {
     "with a jump in the prompt": lambda prompt, n: torch.arange(n) + 5 * (torch.arange(n) >= prompt // 2),
     "with a step back behind the prompt": lambda prompt, n: torch.arange(n) - 4 * (torch.arange(n) >= prompt),
     "from 3": lambda prompt, n: torch.arange(n) + 3,
+    "on from the row before": lambda prompt, n, row_before=(-1,): torch.arange(n) + int(row_before[-1]) + 1,
 }
 
 
@@ -56,7 +57,8 @@ def _number(data, how: str, uid: str) -> None:
     rows = list(data["position_ids"].unbind())
     for i, prompt in enumerate(data["prompts"].unbind()):
         if data["uid"][i] == uid:
-            rows[i] = NUMBERED[how](len(prompt), len(rows[i]))
+            more = {"row_before": rows[i - 1]} if how == "on from the row before" else {}
+            rows[i] = NUMBERED[how](len(prompt), len(rows[i]), **more)
     data["position_ids"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
@@ -64,7 +66,7 @@ def _numbered(path: str, how: str, attention: str, packs: bool) -> tuple[str, fl
     """What the engine says of such rows, and how far its log-probs are from stock's if it says nothing of any."""
     import varlen  # noqa: F401
 
-    from verl_prefix.engine import rows
+    from verl_prefix.engine import prefix_engine
 
     options = {"schedule": "packed", "attn_implementation": attention, "use_remove_padding": packs}
     found, message = {}, ""
@@ -74,18 +76,20 @@ def _numbered(path: str, how: str, attention: str, packs: bool) -> tuple[str, fl
         _number(data, how, "b")
         with (
             engine.eval_mode(disable_auto_offload=True),
-            mock.patch.object(rows.BatchRows, "check_positions", lambda *args: None),
+            mock.patch.object(prefix_engine, "check_positions", lambda *args: None),
         ):
             output = engine.infer_batch(data.copy())["model_output"]
             found[backend] = torch.cat(_responses(output["log_probs"], data))
     try:
-        rows.BatchRows(data).check_positions(engine.backend.stock_facts.row_begins)
+        prefix_engine.check_positions(BatchRows(data), engine.backend.stock_facts.row_begins)
     except ValueError as error:
         message = str(error)
     return message, _relative(found["prefix"], found["fsdp2"])
 
 
-@pytest.mark.parametrize("how", _some(NUMBERED, "from 0 three times", "with a jump behind the prompt"))
+@pytest.mark.parametrize(
+    "how", _some(NUMBERED, "from 0 three times", "with a jump behind the prompt", "on from the row before")
+)
 @pytest.mark.parametrize(
     ("attention", "packs"), [("varlen_on_cpu", True), ("sdpa", True), ("sdpa", False)], ids=["flash", "sdpa", "padded"]
 )

@@ -35,8 +35,7 @@ def find_dead(loss: Loss, rows: BatchRows) -> frozenset[int]:
     if rows.flag("return_model_output") or loss.needs_masked_outputs(data):
         return frozenset()
     pairs = zip(data["advantages"].unbind(), data["response_mask"].unbind(), strict=True)
-    lives = [(advantages * mask).any() for advantages, mask in pairs]
-    return frozenset(row for row, live in enumerate(map(bool, lives)) if not live)
+    return frozenset(number for number, (advantages, mask) in enumerate(pairs) if not (advantages * mask).any())
 
 
 def num_dead(rows: BatchRows, plan: Plan) -> int:

@@ -26,10 +26,11 @@ class Headroom:
         self._backend, self._costs = backend, costs
         self._is_known = get_device_name() == "cuda"
         self._peak_meter = Meter()  # the last one that was to measure a peak
-        # Bytes that the process may hold at the peak of an update, by the updates before it; None: there was none.
+        # Bytes that the process can have at the peak of an update: the least that any update so far left, allocated
+        # and free. None: there was no update.
         self._capacity: float | None = None
-        self._allocated_after_last = 0  # bytes that the process held after the last update
-        self._largest_added = self._added_now = 0.0  # what the largest and the present update add, by estimate
+        self._allocated_after_last = 0  # bytes that were allocated after the last update
+        self._largest_added = self._added_now = 0.0  # bytes that the largest and the present update add, by estimate
 
     def fits(self, passes: Sequence[PassCost]) -> bool:
         """Whether passes of the stock path fit this rank: as an update, or as log-probs in an engine without updates.
@@ -43,9 +44,8 @@ class Headroom:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Context of an optimizer step with its passes. After it room is measured: free device memory plus the
-        allocator's cache. Of the cache at most as many bytes count as the largest update added, which the next update
-        takes from there."""
+        """Context of an optimizer step with its passes, after which the capacity is measured. Of the allocator's cache
+        it counts no more than the largest update added. The rest may be in pieces that no pass can use."""
         self._added_now = 0.0
         yield
         if self._added_now and self._is_known:
@@ -64,21 +64,21 @@ class Headroom:
             return self._peak_meter
         return Meter()
 
-    def choose_memory(self, plan: Plan, option: str, logits_once: bool) -> Memory:
+    def choose_memory(self, plan: Plan, keep_attention: str, logits_once: bool) -> Memory:
         """Decides what this update keeps, the same on every rank: the most of `_KEPT` that all ranks may keep and have
-        room for. Every rank calls it. A rank that may keep nothing reaches the collective, too: other nodes may have
-        other packages and environment variables, from which `logits_once` follows.
+        room for. Every rank calls it, also one that may keep nothing, since ranks may differ in that: `logits_once`
+        follows from packages and environment variables of a node.
 
         Args:
             plan: this rank's.
-            option: `prefix.keep_attention`.
+            keep_attention: `prefix.keep_attention`.
             logits_once: `Backend.reads_logits_once`.
         """
         shape, least, ranks = self._costs.shape, self._costs.memory, self._backend.ranks
-        may_keep = may_keep_attention(shape, least.checkpointed, option)
+        may_keep = may_keep_attention(shape, least.checkpointed, keep_attention)
         may_have = may_have_all_logits(shape, least.logits_chunk, logits_once)
         room = math.inf
-        if self._is_known:  # another engine of this process may have taken some since: the actor's moments of AdamW
+        if self._is_known:  # since the last update more may have been allocated, as another engine's moments of AdamW
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
             room = (self._capacity or 0.0) - max(now, self._allocated_after_last)
         choices = [replace(least, attention_kept=attention, all_logits=logits) for attention, logits in _KEPT]
@@ -90,6 +90,6 @@ class Headroom:
             lacks_room = ROOM_FACTOR * added_bytes > room
             keeps_any = memory.attention_kept or memory.all_logits  # to keep nothing takes no room
             is_refused.append(keeps_any and (is_forbidden or lacks_room))
-        chosen = ranks.max_over_ranks(is_refused).index(False)
+        chosen = ranks.max_over_ranks(is_refused).index(0.0)  # the first that no rank refuses
         self._added_now = added[chosen]
         return choices[chosen]

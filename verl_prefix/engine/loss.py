@@ -41,8 +41,11 @@ class LossKind(NamedTuple):
 
 
 def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind:
-    """Finds what is known of a loss; little, unless it is verl's own and a sum over rows. verl's losses of distillation
-    are sums over tokens, and so over rows. `fields`: what a loss reads that is not verl's.
+    """Finds what is known of a loss: little, unless it is verl's own and a sum over rows. verl's losses of distillation
+    are sums over tokens, and so over rows.
+
+    Args:
+        fields: what a loss reads that is not verl's.
 
     Source: verl/workers/utils/losses.py (ppo_loss), verl/trainer/ppo/core_algos.py (compute_policy_loss_<mode>),
     verl/trainer/distillation/losses.py (distillation_ppo_loss). These raise where no token counts:
@@ -61,18 +64,26 @@ def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind
         return unknown
     config = function.keywords["config"]
     mode: str = config.policy_loss.get("loss_mode", "vanilla")
-    parts = [(get_policy_loss_fn(mode), get_policy_loss_fn)]
-    if distills:
-        token_mode = function.keywords["distillation_config"].distillation_loss.loss_mode
-        parts.append((get_distillation_loss_fn(token_mode), get_distillation_loss_fn))
-    is_verls = all(part.__module__ == verls.__module__ for part, verls in parts)  # a user's may have verl's name
-    if mode not in LOSSES_OF_ROWS or not is_verls:
+    if mode not in LOSSES_OF_ROWS or not _is_verls(get_policy_loss_fn, mode):
         return unknown
-    read = {"temperature", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"}
-    read -= {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
-    read |= {"ref_log_prob"} if config.use_kl_loss else set()
-    read |= {"teacher_logprobs"} if distills else set()
+    read = {"temperature", "response_mask", "advantages"}
+    if mode != "gpg":
+        read.add("old_log_probs")
+    if mode != "bypass_mode":
+        read.add("rollout_is_weights")
+    if config.use_kl_loss:
+        read.add("ref_log_prob")
+    if distills:
+        token_losses = function.keywords["distillation_config"].distillation_loss
+        if not _is_verls(get_distillation_loss_fn, token_losses.loss_mode):
+            return unknown
+        read.add("teacher_logprobs")
     return LossKind(read, sums_rows=True, distills=distills, needs_a_token=distills or mode == "bypass_mode")
+
+
+def _is_verls(loss_of_mode: Callable[[str], Callable[..., Any]], mode: str) -> bool:
+    """Whether verl's registry has its own loss under this name. A user may have registered another one."""
+    return loss_of_mode(mode).__module__ == loss_of_mode.__module__
 
 
 class PassLoss(NamedTuple):
@@ -101,7 +112,8 @@ class Loss:
     """
 
     def __init__(self, function: LossFunction | None, fields: Set[str] | None = None) -> None:
-        self.function, self.kind = function, _kind_of(function, fields)
+        self.function = function
+        self.kind = _kind_of(function, fields)
         self.is_known = function is None or self.kind.sums_rows
 
     def warn_of_limits(self) -> None:

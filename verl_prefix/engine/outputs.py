@@ -64,8 +64,8 @@ class TokenOutputs:
         self, backend: Backend, rows: BatchRows, needs_masked_outputs: bool, last_tokens: bool = False,
         processor: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
-        self.backend, self.rows, data = backend, rows, rows.data
-        self._device, self._processor = get_device_id(), processor
+        self._backend, self._rows, self._processor = backend, rows, processor
+        self._device, data = get_device_id(), rows.data
         self._flags = flags_of(data)
         self.names = backend.output_names(self._flags)
         is_read = None if needs_masked_outputs else self._mask_of_suffixes()
@@ -81,25 +81,26 @@ class TokenOutputs:
         if self._flags["distillation_use_topk"]:
             self._take_teacher()
         self._offsets: dict[int, torch.Tensor] = {}  # [0, n] by n
-        # Where a token of the batch stands among the tokens of the pass that is being scattered, [N].
+        # Scratch of `scatter_to_rows`, [N]: each call writes the entries of its own rows, and reads no others.
         self._token_at = torch.empty(rows.offsets[-1], dtype=torch.int64)
 
     def _mask_of_suffixes(self) -> torch.Tensor | None:
         """Marks suffix tokens with a response_mask: [N] bool; None where all have one."""
-        mask = self.rows.at_suffixes("response_mask").bool()
-        return None if int(mask.sum()) == sum(self.rows.response_lens) else mask
+        mask = self._rows.at_suffixes("response_mask").bool()
+        return None if int(mask.sum()) == sum(self._rows.response_lens) else mask
 
     def _without_last_tokens(self, is_read: torch.Tensor | None) -> torch.Tensor:
         """Returns `is_read` (None: all are read) without each row's last token, whose output nobody reads."""
-        offsets = self.rows.offsets
+        offsets = self._rows.offsets
         marks = torch.ones(offsets[-1], dtype=torch.bool) if is_read is None else is_read.clone()
         marks[torch.tensor(offsets[1:]) - 1] = False
         return marks
 
     def _token_batch(self, is_read: torch.Tensor | None) -> TokenBatch:
         """Makes the batch of the runner, with its pixels, and with routes to replay or to fill."""
-        rows, data, config = self.rows, self.rows.data, self.backend.config
-        input_ids, records = data["input_ids"].values(), rows.flag(RECORDS)
+        rows, data, config = self._rows, self._rows.data, self._backend.config
+        input_ids = data["input_ids"].values()
+        records = rows.flag(RECORDS)
         pixels = tu.get(data, PIXEL_INPUTS) if is_vision_config(config) else None
         return TokenBatch(
             input_ids.to(self._device), data["position_ids"].values().to(self._device), offsets=rows.offsets,
@@ -109,15 +110,15 @@ class TokenOutputs:
 
     def _blank_routes(self) -> torch.Tensor:
         """Makes the tensor that routes are recorded into. No token has a record yet (`backend.Replay`)."""
-        replay = self.backend.replay
+        replay = self._backend.replay
         assert replay is not None
-        return torch.zeros(self.rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
+        return torch.zeros(self._rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
 
     def _take_teacher(self) -> None:
         """Takes the teacher's rows of suffix tokens to the device. `_teacher_rows[i]` is the index of token i's row
         among them. A token outside of suffixes has that of the batch's last token."""
-        data, offsets = self.rows.data, self.rows.offsets
-        spans = zip(offsets[:-1], self.rows.prompt_lens, self.rows.response_lens, strict=True)
+        data, offsets = self._rows.data, self._rows.offsets
+        spans = zip(offsets[:-1], self._rows.prompt_lens, self._rows.response_lens, strict=True)
         places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])
         teacher_rows = torch.full((offsets[-1],), len(places) - 1)
         teacher_rows[places] = torch.arange(len(places))
@@ -126,7 +127,7 @@ class TokenOutputs:
 
     def recorded(self, plan: Plan) -> torch.Tensor:
         """Returns the routes that passes recorded, jagged [rows, tokens, layers, k] int16: a strand's in all rows that
-        share it, and zeros for tokens that nobody computed, such as each row's last token.
+        share it, and zeros for tokens that nobody computed, such as each row's last token without `last_tokens`.
 
         Args:
             plan: whose passes ran.
@@ -139,7 +140,7 @@ class TokenOutputs:
                 for strand, start, end in group.strands_before(fork):
                     source, target = offsets[group.strands[strand].row], offsets[row]
                     routes[target + start : target + end] = routes[source + start : source + end]
-        return torch.nested.nested_tensor_from_jagged(routes, self.rows.data["input_ids"].offsets().cpu())
+        return torch.nested.nested_tensor_from_jagged(routes, self._rows.data["input_ids"].offsets().cpu())
 
     def of_logits(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Makes outputs of suffix tokens from their logits: [n, k], one column per name in `names`.
@@ -159,9 +160,9 @@ class TokenOutputs:
             self._offsets[len(index)] = on_device(torch.tensor([0, len(index)]), index.device)
         offsets = self._offsets[len(index)]
         jagged = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in values.items()}
-        outputs = self.backend.token_outputs(
+        outputs = self._backend.token_outputs(
             logits, tu.get_tensordict(jagged, dict(self._flags)), self._token_temperature[index],
-            unscaled=is_unscaled(self.rows.data), processor=self._processor,
+            unscaled=is_unscaled(self._rows.data), processor=self._processor,
         )  # fmt: skip
         columns = [outputs[name] for name in self.names]
         dtype = functools.reduce(torch.promote_types, (x.dtype for x in columns))
@@ -170,7 +171,7 @@ class TokenOutputs:
     def empty(self) -> torch.Tensor:
         """Outputs of no token: [0, k], in the dtype of verl's outputs for a token of made-up logits."""
         index = torch.tensor([-1], device=self.tokens.input_ids.device)
-        return self.of_logits(index, self.backend.logits_like())[:0]
+        return self.of_logits(index, self._backend.logits_like())[:0]
 
     def scatter_to_rows(
         self, packed_row: PackedRow, outputs: torch.Tensor, offsets: torch.Tensor

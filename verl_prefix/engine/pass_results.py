@@ -45,19 +45,23 @@ class _Result(NamedTuple):
 
     Attributes:
         numbers: of its rows.
-        output: as verl wants it.
+        loss: detached, [].
+        metrics: of the loss, by name.
+        metrics_count: whether the loss made metrics, and of more than padding.
+        outputs: of the rows, jagged [rows, tokens] by name; None: they are not wanted back.
         finite: whether the loss, the outputs, and all that the loss read are finite, [] bool.
         bad_rows: by name of an output, which rows have one that is not finite, [rows] bool.
         where: the pass, for the log.
-        metrics_count: whether the loss made metrics, and of more than padding.
     """
 
     numbers: list[int]
-    output: dict[str, Any]
+    loss: torch.Tensor
+    metrics: dict[str, Any]
+    metrics_count: bool
+    outputs: dict[str, torch.Tensor] | None
     finite: torch.Tensor
     bad_rows: dict[str, torch.Tensor]
     where: str
-    metrics_count: bool
 
 
 def micro_batch_of(loss: Loss, data: TensorDict, numbers: Sequence[int]) -> TensorDict:
@@ -129,13 +133,18 @@ class PassResults:
 
     def _keep(self, rows: _PassRows, pass_loss: PassLoss, finite: torch.Tensor) -> None:
         """Keeps a pass's results; its outputs only if they are wanted, since those of all rows are large."""
-        output = {"loss": pass_loss.loss.detach(), "metrics": pass_loss.metrics or {}}
-        model_output = {name: values.detach() for name, values in rows.model_output.items()}
-        if self._returns_outputs:
-            output["model_output"] = model_output
-        bad_rows = {name: _has_bad_value(values) for name, values in model_output.items()}
-        metrics_count = pass_loss.metrics is not None and any(row not in self._padding for row in rows.numbers)
-        self._results.append(_Result(rows.numbers, output, finite, bad_rows, current_pass(), metrics_count))
+        outputs = {name: values.detach() for name, values in rows.model_output.items()}
+        result = _Result(
+            numbers=rows.numbers,
+            loss=pass_loss.loss.detach(),
+            metrics=pass_loss.metrics or {},
+            metrics_count=pass_loss.metrics is not None and any(row not in self._padding for row in rows.numbers),
+            outputs=outputs if self._returns_outputs else None,
+            finite=finite,
+            bad_rows={name: _has_bad_value(values) for name, values in outputs.items()},
+            where=current_pass(),
+        )
+        self._results.append(result)
 
     def finish(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Ends the run: returns verl's output of all passes, and how many of them had anything not finite. Every rank
@@ -175,17 +184,17 @@ class PassResults:
     def _joined(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Joins all results to verl's output; returns it, and how many of them had anything not finite."""
         # If only padding has metrics, they stay: verl needs some of every rank.
-        if any(result.metrics_count for result in self._results):
-            for result in self._results:
-                if not result.metrics_count:
-                    result.output["metrics"] = {}
-        num_not_finite = self.report_not_finite()
+        all_count = not any(result.metrics_count for result in self._results)
+        outputs = []
         for result in self._results:
-            result.output["loss"] = result.output["loss"].item()
-        outputs = [result.output for result in self._results]
-        output = postprocess_batch_func(outputs, [result.numbers for result in self._results], data=self._data)
-        even_out(output["metrics"], outputs, plan.num_losses)
-        return output, num_not_finite
+            metrics = result.metrics if result.metrics_count or all_count else {}
+            output: dict[str, Any] = {"loss": result.loss.item(), "metrics": metrics}
+            if result.outputs is not None:
+                output["model_output"] = result.outputs
+            outputs.append(output)
+        joined = postprocess_batch_func(outputs, [result.numbers for result in self._results], data=self._data)
+        even_out(joined["metrics"], outputs, plan.num_losses)
+        return joined, self.report_not_finite()
 
     def report_not_finite(self) -> int:
         """Logs the rows of the first pass with anything not finite; returns how many such passes there are."""
@@ -207,7 +216,7 @@ class PassResults:
             "not finite in %s: loss %s; %s. %s; later passes of this mini-batch are counted in "
             "prefix/nonfinite_passes and not logged",
             result.where,
-            result.output["loss"].item(),
+            result.loss.item(),
             "; ".join(problems) or "all that it was made of is finite",
             self._backend.after_not_finite,
         )

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StockPath:
-    """That a batch takes the stock path.
+    """The decision that a batch takes the stock path.
 
     Attributes:
         reason: why, for the log.
@@ -74,15 +74,16 @@ class Planner:
         self, backend: Backend, options: PrefixConfig, new_runner: Callable[..., PlanRunner], role: str
     ) -> None:
         self._backend, self._options, self._role = backend, options, role
-        self._stock_facts = facts = backend.stock_facts
+        self._stock_facts = backend.stock_facts
         self._costs = CostModel(
             shape=backend.shape,
-            dense_mask=facts.dense_mask,
+            dense_mask=self._stock_facts.dense_mask,
             wave_tokens=options.wave_tokens,
-            # Where the stock path cannot be sharded, each rank of a slice group computes every token.
-            min_speedup=0 if facts.wrong_when_sharded else options.min_speedup,
+            # Where the stock path cannot be sharded, each rank of a slice group computes every token there. Then
+            # sharing always gains, and no speedup is asked for.
+            min_speedup=0 if self._stock_facts.wrong_when_sharded else options.min_speedup,
             memory=backend.memory(options),
-            one_row=facts.separates_rows,
+            one_row=self._stock_facts.separates_rows,
         )
         self._headroom = Headroom(backend, self._costs)
         self._chooser = self._new_chooser(new_runner) if options.schedule == "auto" else None
@@ -109,41 +110,41 @@ class Planner:
         reduce_max = backend.ranks.max_over_ranks
         return Chooser(costs, known, measure=rates, reduce_max=reduce_max, stock_fits=self._headroom.fits)
 
-    def only_stock_path(self, batch: BatchRows, loss: Loss) -> StockPath | None:
+    def only_stock_path(self, given: BatchRows, loss: Loss) -> StockPath | None:
         """Returns the stock path if this batch can take no other; None: `plan` decides.
 
         Every rank gets the same answer, since this reads only what all ranks have alike: whether masks are of responses
         or of whole rows, for example. Other fields may differ (`moves.decide_moves`).
         """
-        data = batch.data
+        data = given.data
         if "prompts" not in data.keys() or "responses" not in data.keys():
             return StockPath("the batch has no prompts and responses (not an RL batch)")
         mask = data["loss_mask"]
         if mask.is_nested and 0 < len(mask.values()) == len(data["input_ids"].values()):
             return StockPath("loss_mask is of prompts, too, whose outputs are not computed")
-        if batch.flag("force_group_size", 1) > 1:
+        if given.flag("force_group_size", 1) > 1:
             return StockPath("force_group_size keeps rows together by their order")
-        if batch.flag("distillation_use_topk") and not loss.kind.distills:
+        if given.flag("distillation_use_topk") and not loss.kind.distills:
             return StockPath("a loss that is not verl's own reads logits, and may need those of every token")
         return None
 
     def plan(
-        self, batch: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int], computes_ref: bool = False
+        self, given: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int], computes_ref: bool = False
     ) -> SharedPath | StockPath:
         """Plans a batch on this rank, or says that the batch takes the stock path. Every rank calls it.
 
         Args:
-            batch: this rank's own rows, which the stock path would compute. Their flags give budgets.
+            given: the rows that the stock path would compute here. Their flags give budgets.
             groups: of the rows that this rank computes, after the exchange.
             dead: the numbers of the dead rows among the rows that this rank computes. Their groups are idle.
             computes_ref: these are log-probs of ref by the actor, which no update follows.
         """
         groups, idle = leave_out(groups, dead) if dead else (groups, [])
         # A budget follows from the batch's flags and the lengths of groups, which may be of rows from other ranks.
-        shared = Workload(groups, batch.budget(groups))
-        stock = Workload(batch.single_rows, batch.budget(batch.single_rows))
+        shared = Workload(groups, given.budget(groups))
+        stock = Workload(given.single_rows, given.budget(given.single_rows))
         if not (self._stock_facts.wrong_when_sharded or self._stock_facts.separates_rows):
-            self._tell_long_rows(batch, stock.budget, forward_only)
+            self._tell_long_rows(given, stock.budget, forward_only)
         if groups:  # else no row of this rank says how long a pass is
             self._tell_waves(shared.budget)
         if self._chooser is None:
@@ -186,9 +187,9 @@ class Planner:
             warn_once(logger, text, 100 * bubble, key=self._role)
         return {"prefix/predicted_bubble": bubble}
 
-    def _tell_long_rows(self, batch: BatchRows, budget: int, forward_only: bool) -> None:
+    def _tell_long_rows(self, given: BatchRows, budget: int, forward_only: bool) -> None:
         """Says once that a row alone is over the budget."""
-        if any(a + b > budget for a, b in zip(batch.prompt_lens, batch.response_lens, strict=True)):
+        if any(a + b > budget for a, b in zip(given.prompt_lens, given.response_lens, strict=True)):
             warn_once(
                 logger,
                 "prefix: a row alone is over the %d tokens of a pass (of all ranks that share it), where verl's own "

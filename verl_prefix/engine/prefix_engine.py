@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from verl_prefix.config.actor import NO_REPLAY, NO_ROUTES, SKIP_ZERO_ADVANTAGE, role_of
+from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE, role_of
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
@@ -35,6 +35,8 @@ from verl_prefix.engine.metrics.step_metrics import StepMetrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.pass_results import PassResults
 from verl_prefix.engine.planner import Planner, SharedPath, StockPath
+from verl_prefix.engine.routes import with_routes
+from verl_prefix.engine.row_checks import check_pixels, check_positions
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import RankError, together
 from verl_prefix.engine.travel.carried_pixels import receive_pixels
@@ -136,92 +138,66 @@ class PrefixEngine:
             RuntimeError: the self-check missed, and prefix.verify_action is raise.
         """
         with together("reading routes"):
-            data = self._with_routes(data.copy(), forward_only)  # the caller's batch gets none of our flags
+            data = data.copy()  # the caller's gets none of our flags
+            data = with_routes(self.backend, data, forward_only, self._computes_ref)
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         given, loss = BatchRows(data), Loss(loss_function)
-        batch = MiniBatch(given, loss, forward_only)
+        mini_batch = MiniBatch(given, loss, forward_only)
         self._verification.count(forward_only)
         if self._planner is None:
-            return self._take_stock_path(StockPath("prefix.schedule=stock"), batch)
+            return self._take_stock_path(StockPath("prefix.schedule=stock"), mini_batch)
         if (stock_path := self._planner.only_stock_path(given, loss) or self._verification.failure) is not None:
-            return self._take_stock_path(stock_path, batch)
+            return self._take_stock_path(stock_path, mini_batch)
         loss.warn_of_limits()
-        exchange = self._open_exchange(batch)
+        exchange = self._open_exchange(mini_batch)
         computed, groups = exchange.computed, exchange.groups
         path = self._planner.plan(given, groups, forward_only, computed.dead, self._computes_ref)
-        batch.metrics |= path.metrics
+        mini_batch.metrics |= path.metrics
         if isinstance(path, StockPath):
-            return self._take_stock_path(path, batch)
+            return self._take_stock_path(path, mini_batch)
         with together("checking rows"):
-            computed.check_positions(self.backend.stock_facts.row_begins)
-            computed.check_pixels(self.backend.config)
+            check_positions(computed, self.backend.stock_facts.row_begins)
+            check_pixels(computed, self.backend.config)
         self.backend.begin_shared_path(computed)
         computed = self._with_loss_fields(computed)
-        batch.metrics |= self._verification.check(computed, groups, path.plan, loss, forward_only)
+        mini_batch.metrics |= self._verification.check(computed, groups, path.plan, loss, forward_only)
         if self._verification.failure is not None:
-            return self._take_stock_path(self._verification.failure, batch)
+            return self._take_stock_path(self._verification.failure, mini_batch)
         path = self._planner.choose_memory(path, computed, forward_only)
         with out_of_memory_advice(path.plan, path.memory, self._role, self.prefix_config, forward_only):
             output, pass_metrics = self.run_plan(computed, groups, path, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        batch.metrics |= pass_metrics | exchange.metrics  # again: `give_back` has added its seconds
-        return self._report(output, batch)
+        mini_batch.metrics |= pass_metrics | exchange.metrics  # again: `give_back` has added its seconds
+        return self._report(output, mini_batch)
 
-    def _take_stock_path(self, path: StockPath, batch: MiniBatch) -> dict[str, Any]:
+    def _take_stock_path(self, path: StockPath, mini_batch: MiniBatch) -> dict[str, Any]:
         """Computes a mini-batch on the stock path, and reports it."""
         warn_once(logger, "prefix: stock path, %s", path.reason)
         with together("receiving pixels"):
-            data = receive_pixels(batch.given.data)
-        output = self.backend.run_stock_path(data, batch.loss.for_stock(), batch.forward_only)
-        batch.metrics["prefix/stock_rows"] = batch.given.num_real
-        return self._report(output, batch)
+            data = receive_pixels(mini_batch.given.data)
+        output = self.backend.run_stock_path(data, mini_batch.loss.for_stock(), mini_batch.forward_only)
+        mini_batch.metrics["prefix/stock_rows"] = mini_batch.given.num_real
+        return self._report(output, mini_batch)
 
-    def _report(self, output: dict[str, Any], batch: MiniBatch) -> dict[str, Any]:
+    def _report(self, output: dict[str, Any], mini_batch: MiniBatch) -> dict[str, Any]:
         """Returns verl's output of a mini-batch with our metrics in it."""
-        reported = self._step_metrics.report(batch.metrics, batch.given, batch.forward_only)
+        reported = self._step_metrics.report(mini_batch.metrics, mini_batch.given, mini_batch.forward_only)
         output.setdefault("metrics", {}).update(reported)
         return output
 
-    def _open_exchange(self, batch: MiniBatch) -> Exchange:
+    def _open_exchange(self, mini_batch: MiniBatch) -> Exchange:
         """Brings rows to the ranks that compute them, groups and counts them. What they share decides `tree_rule` for
         later batches."""
-        rows = batch.given
-        if batch.loss.function is None:  # log-probs alone, for which no teacher travels
+        rows = mini_batch.given
+        if mini_batch.loss.function is None:  # log-probs alone, for which no teacher travels
             rows = rows.with_data(rows.data.exclude(*TEACHER))
-        skips_dead = self.prefix_config.skip_zero_advantage and not batch.forward_only
+        skips_dead = self.prefix_config.skip_zero_advantage and not mini_batch.forward_only
         exchange = open_exchange(
-            self.backend, self.prefix_config.exchange, rows, self.tree_rule, batch.loss, skips_dead
+            self.backend, self.prefix_config.exchange, rows, self.tree_rule, mini_batch.loss, skips_dead
         )
         self.tree_rule = exchange.tree_rule
-        batch.metrics |= exchange.metrics | self._step_metrics.count_rows(exchange, batch.forward_only)
+        mini_batch.metrics |= exchange.metrics | self._step_metrics.count_rows(exchange, mini_batch.forward_only)
         return exchange
-
-    def _with_routes(self, data: TensorDict, forward_only: bool) -> TensorDict:
-        """Returns the batch with the routes that it replays. Ref and values replay none. Nor do old log-probs in mode
-        R2, which replays what these recorded: their batch gets the flag `RECORDS`, by which passes record.
-
-        Raises:
-            ValueError: the batch has routes that nobody replays, or has none, or those of another model.
-        """
-        if self.backend.ignores_routes or self._computes_ref:
-            return data.exclude(ROUTES)
-        replay, has_routes = self.backend.replay, ROUTES in data.keys()
-        if replay is None:
-            if has_routes:
-                raise ValueError(NO_REPLAY)
-            return data
-        if forward_only and replay.mode == "R2":
-            data = data.exclude(ROUTES)
-            tu.assign_non_tensor(data, **{RECORDS: True})
-            return data
-        if not has_routes:
-            raise ValueError(NO_ROUTES[replay.mode])
-        if not data[ROUTES].is_nested:
-            raise ValueError(f"{ROUTES} is no jagged tensor of rows; it has to say where each of their tokens goes")
-        layers_and_experts, wanted = [*data[ROUTES].values().shape[1:]], [replay.layers, replay.chosen]
-        if layers_and_experts != wanted:
-            raise ValueError(f"{ROUTES} has {layers_and_experts} layers and experts of a token, and the model {wanted}")
-        return self.backend.aligned_routes(data)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.fields import PIXEL_INPUTS, ROUTES
-from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, pixel_digests
+from verl_prefix.models.vision import CARRIED_BY, CARRIES, pixel_digests
 
 
 def select_rows(data: TensorDict, numbers: Sequence[int]) -> TensorDict:
@@ -201,58 +201,6 @@ class BatchRows:
             return int(self.data["max_token_len_per_gpu"]) * int(self.flag("sp_size", 1))
         longest = max((end + 1 for group in groups for end in group.row_ends), default=1)
         return int(self.data["micro_batch_size_per_gpu"]) * longest
-
-    def _name_of(self, number: int) -> str:
-        """Names a row in an error."""
-        uids = tu.get(self.data, "uid", [None] * len(self))
-        return f"row {number} (uid {uids[number]})"
-
-    def check_positions(self, row_begins: str) -> None:
-        """Checks that the stock path would take the rows apart as we do. Where it packs rows, it finds each row's begin
-        by position ids, or numbers tokens by itself. Of the four axes of these ids (text, time, height, width) the
-        first decides; the others jump at images.
-
-        Args:
-            row_begins: of `backend.StockFacts`.
-
-        Raises:
-            ValueError: naming row and uid.
-        """
-        if row_begins == "jumps" and not self.flag("use_remove_padding", True):
-            return  # rows are padded
-        lens, positions = self.data["input_ids"].offsets().diff().cpu(), self.data["position_ids"].values().cpu()
-        positions = positions[0] if positions.dim() == 2 else positions
-        row_of_token = torch.arange(len(lens)).repeat_interleave(lens)
-        place = torch.arange(len(row_of_token)) - (lens.cumsum(0) - lens)[row_of_token]
-        if row_begins == "zeros":
-            is_wrong = (positions == 0) != (place == 0)
-        elif row_begins == "jumps":
-            is_wrong = (positions.diff(prepend=positions[:1]) != 1) & (place != 0)
-        else:
-            is_wrong = positions != place
-        if not is_wrong.any():
-            return
-        first = int(is_wrong.nonzero()[0])
-        number, at = int(row_of_token[first]), int(place[first])
-        near = ", ".join(map(str, positions[row_of_token == number][max(at - 2, 0) : at + 3].tolist()))
-        raise ValueError(
-            f"{self._name_of(number)}: position_ids are {near} around its token {at}, which verl's own path takes for "
-            "those of other rows, or does not read; number the tokens of each row 0, 1, 2, ..."
-        )
-
-    def check_pixels(self, config: Any) -> None:
-        """Checks that a row's pixels belong to its prompt. With others our results would silently differ from the stock
-        path's.
-
-        Args:
-            config: the model's.
-
-        Raises:
-            ValueError: naming row and uid.
-        """
-        if is_vision_config(config):
-            for number, (prompt, shown) in enumerate(zip(self.prompts, self.pixels, strict=True)):
-                check_pixels(shown, prompt[:-1].cpu(), config, self._name_of(number))
 
 
 def is_padding(uid: str) -> bool:
