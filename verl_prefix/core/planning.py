@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NamedTuple
 
 from verl_prefix.core.bins import first_fit
@@ -137,20 +137,32 @@ def prefix_room(budget: int, wave_tokens: int | None, offload: bool) -> int:
     return budget - wave_tokens if wave_tokens and leaves_room(wave_tokens, budget, offload) else budget // 2
 
 
-class _Cut(NamedTuple):
-    """How a group's units, from one unit on, are cut into pieces.
+class _UnitReads(NamedTuple):
+    """What a unit adds to a piece.
 
     Attributes:
-        tokens: physical tokens of all pieces.
+        suffix_tokens: tokens of its suffix.
+        strands: (strand, start, end) of each strand that its rows read, as `Group.strands_before` has them.
+    """
+
+    suffix_tokens: int
+    strands: list[tuple[int, int, int]]
+
+
+class _Cut(NamedTuple):
+    """A way to cut units into pieces, from one unit on. The least is the best, compared field by field.
+
+    Attributes:
+        tokens: tokens of all pieces.
         num_pieces: number of pieces.
-        largest: physical tokens of the largest piece.
-        next_unit: the unit after the first piece.
+        largest: in trees, tokens of the largest piece; 0 with one prompt.
+        num_left: number of units after the first piece.
     """
 
     tokens: int
     num_pieces: int
     largest: int
-    next_unit: int
+    num_left: int
 
 
 def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
@@ -166,34 +178,52 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     if not suffixes and not is_tree:  # every piece would have the same strand
         return [group]
     units, output_lens = list(units_of(group)), group.output_lens
-    # Of each unit: tokens of its suffix, and what its rows read of strands.
-    suffix_tokens = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
-    paths = [
-        [part for row in range(*unit) if output_lens[row] for part in group.strands_before(group.forks[row])]
-        for unit in units
-    ]
-    best = [_Cut(0, 0, 0, len(units))] * (len(units) + 1)  # from each unit on
-    for first in reversed(range(len(units))):
-        used, cuts = 0, list[_Cut]()  # tokens of a first piece that begins here, and a cut for each of its ends
-        piece_ends = dict[int, int]()  # of each strand: where the tokens end that the piece has
-        for unit in range(first, len(units)):
-            added = suffix_tokens[unit]
-            for strand, start, end in paths[unit]:
-                piece_end = piece_ends.get(strand, start)
-                added += max(end - piece_end, 0)
-                piece_ends[strand] = max(end, piece_end)
-            if used and added and used + added > budget:
-                break
-            used += added
-            after = best[unit + 1]
-            cuts.append(_Cut(used + after.tokens, after.num_pieces + 1, max(used, after.largest), unit + 1))
-        best[first] = min(cuts, key=lambda cut: (cut.tokens, cut.num_pieces, cut.largest * is_tree, -cut.next_unit))
-    firsts = [0]  # the first unit of each piece, and the end
-    while firsts[-1] < len(units):
-        firsts.append(best[firsts[-1]].next_unit)
-    if len(firsts) == 2:
+    reads = []
+    for start, end in units:
+        suffix_tokens = sum(group.suffix_lens[start:end]) if suffixes else 0
+        forks = [group.forks[row] for row in range(start, end) if output_lens[row]]
+        reads.append(_UnitReads(suffix_tokens, [strand for fork in forks for strand in group.strands_before(fork)]))
+    pieces = _best_cut(reads, budget, is_tree)
+    if len(pieces) == 1:
         return [group]
-    return [pruned(with_rows(group, range(units[i][0], units[j - 1][1]))) for i, j in pairwise(firsts)]
+    return [pruned(with_rows(group, range(units[first][0], units[last][1]))) for first, last in pieces]
+
+
+def _best_cut(units: Sequence[_UnitReads], budget: int, is_tree: bool) -> list[tuple[int, int]]:
+    """The first and the last unit of each piece of the best cut. It is found from the last unit backwards: a cut is its
+    first piece, and the best cut of the units after that."""
+    num_units = len(units)
+    best = {num_units: _Cut(0, 0, 0, 0)}  # from each unit on
+    for first in reversed(range(num_units)):
+        cuts = []
+        for end, tokens in enumerate(_tokens_of_pieces(units[first:], budget), start=first + 1):
+            after = best[end]
+            largest = max(tokens, after.largest) if is_tree else 0
+            cuts.append(_Cut(tokens + after.tokens, 1 + after.num_pieces, largest, num_units - end))
+        best[first] = min(cuts)
+    pieces, first = [], 0
+    while first < num_units:
+        end = num_units - best[first].num_left
+        pieces.append((first, end - 1))
+        first = end
+    return pieces
+
+
+def _tokens_of_pieces(units: Sequence[_UnitReads], budget: int) -> Iterator[int]:
+    """Yields the tokens of a piece of the first unit, of the first two, and so on, as long as the budget lets the piece
+    grow. The first unit may exceed it, and a unit that adds no token always fits."""
+    tokens = 0
+    read_until = dict[int, int]()  # of each strand, where the tokens end that the piece has
+    for unit in units:
+        added = unit.suffix_tokens
+        for strand, start, end in unit.strands:
+            known = read_until.get(strand, start)
+            added += max(end - known, 0)
+            read_until[strand] = max(end, known)
+        if tokens and added and tokens + added > budget:
+            return
+        tokens += added
+        yield tokens
 
 
 def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
