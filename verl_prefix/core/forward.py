@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
+from verl_prefix.core.output_index import OutputIndex
 from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.runs import on_device
@@ -116,26 +117,22 @@ class PackedForward:
     sequence_group: dist.ProcessGroup | None = None
 
     def phase_a(
-        self, batch: TokenBatch, packed_row: PackedRow, cache: PrefixCache, with_head: bool,
+        self, batch: TokenBatch, packed_row: PackedRow, cache: PrefixCache, reads_strands: bool,
         outer_caches: Sequence[PrefixCache],
     ) -> torch.Tensor:  # fmt: skip
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
         Args:
-            with_head: rows of this or another rank read outputs of strands, so lm_head runs on every rank.
+            reads_strands: of the `PhasedPass`: whether lm_head runs.
             outer_caches: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
-            [m, k], where the backward of phase C starts: outputs of the strand tokens that rows read; if rows read
-            none, one output of the last token; on an early stage of a pipeline, hidden states.
+            [m, k], where the backward of phase C starts: outputs of the packed row's `head_tokens`; on an early stage
+            of a pipeline, hidden states.
         """
-        head_tokens = torch.tensor([packed_row.num_tokens - 1])
-        of_logits: LogitsFn | None = _sum_logits if with_head else None
-        if packed_row.output_index is not None:
-            head_tokens, of_logits = packed_row.head_tokens, self.of_logits
+        assert reads_strands or packed_row.output_index is None
         with self.context():
-            keeps = self.keep_attention and cache.keeps_attention
-            result = self._run(batch, packed_row, head_tokens, of_logits, outer_caches, keeps, own_cache=cache)
+            result = self._run(batch, packed_row, outer_caches, own_cache=cache, runs_head=reads_strands)
             if packed_row.output_index is None or self.model.is_early_stage:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
@@ -143,8 +140,7 @@ class PackedForward:
     def packed(self, batch: TokenBatch, packed_row: PackedRow, outer_caches: Sequence[PrefixCache]) -> PassOutputs:
         """The forward of a packed pass; `outer_caches` are those of the phases A around it, the outermost first."""
         with self.context():
-            of_logits = _sum_logits if packed_row.is_dummy else self.of_logits
-            outputs = self._run(batch, packed_row, packed_row.head_tokens, of_logits, outer_caches, self.keep_attention)
+            outputs = self._run(batch, packed_row, outer_caches)
             return PassOutputs(packed_row, self._gather_outputs(outputs, packed_row, outer_caches))
 
     def _gather_outputs(
@@ -152,45 +148,45 @@ class PackedForward:
     ) -> torch.Tensor:
         """Outputs [m, k] of a packed row's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
         output, and outputs of phases A around."""
-        if self.model.is_early_stage or packed_row.output_index is None:
+        index = packed_row.output_index
+        if self.model.is_early_stage or not isinstance(index, OutputIndex):
             return outputs
-        _, levels, row_tokens = packed_row.output_index
-        read = outputs.new_empty(len(row_tokens), outputs.shape[-1])
-        for level in levels.unique().tolist():
-            chosen = levels == level
-            wanted, computed = row_tokens[chosen], packed_row.levels[level].head_tokens
-            index = on_device(torch.searchsorted(computed, wanted), outputs.device)
-            if level < len(caches):
-                (stored,) = caches[level].read(_OUTPUTS)
-                part: torch.Tensor = ReadPrefix.apply(stored, index, caches[level], _OUTPUTS)  # type: ignore[no-untyped-call]
+        gathered = outputs.new_empty(len(index.places), outputs.shape[-1])
+        for level in index.levels.unique().tolist():
+            is_here = index.levels == level
+            read, computed = index.row_tokens[is_here], packed_row.levels[level].head_tokens
+            at = on_device(torch.searchsorted(computed, read), outputs.device)
+            if level < packed_row.source.level:
+                (of_phase_a,) = caches[level].read(_OUTPUTS)
+                part: torch.Tensor = ReadPrefix.apply(of_phase_a, at, caches[level], _OUTPUTS)  # type: ignore[no-untyped-call]
+            elif torch.equal(read, computed):
+                part = outputs
             else:
-                part = outputs if torch.equal(wanted, computed) else outputs[index]
-            if chosen.all():
+                part = outputs[at]
+            if is_here.all():
                 return part
-            read = read.index_copy(0, on_device(chosen.nonzero()[:, 0], outputs.device), part)
-        return read
+            gathered = gathered.index_copy(0, on_device(is_here.nonzero()[:, 0], outputs.device), part)
+        return gathered
 
     def _run(
-        self, batch: TokenBatch, packed_row: PackedRow, head_tokens: torch.Tensor, of_logits: LogitsFn | None,
-        outer_caches: Sequence[PrefixCache], keeps: bool, own_cache: PrefixCache | None = None,
+        self, batch: TokenBatch, packed_row: PackedRow, outer_caches: Sequence[PrefixCache],
+        own_cache: PrefixCache | None = None, runs_head: bool = True,
     ) -> torch.Tensor:  # fmt: skip
-        """Runs the model on a packed row; returns outputs of `head_tokens` as of `Model.token_outputs`.
-
-        Args:
-            keeps: attention outputs are kept where a backward follows.
-        """
+        """Runs the model on a packed row; returns outputs [m, k] of its `head_tokens`, or what `Model.token_outputs`
+        returns in their place where lm_head does not run."""
         device = batch.input_ids.device
-        share = _Share.of(packed_row, head_tokens, self.sequence_group, device)
+        share = _Share.of(packed_row, self.sequence_group, device)
         routes = None if batch.routes is None else on_device(batch.routes[share.places], device)
-        places, local_head_tokens = on_device(share.places, device), on_device(share.head_tokens, device)
+        places, head_tokens = on_device(share.places, device), on_device(share.head_tokens, device)
+        keeps_attention = self.keep_attention and (own_cache is None or own_cache.keeps_attention)
         forward_context = self.context_type(
-            packed_row, self.kernel, own_cache, outer_caches, keeps and torch.is_grad_enabled(),
-            shards=share.shards, head_tokens=local_head_tokens, routes=routes,
+            packed_row, self.kernel, own_cache, outer_caches, keeps_attention and torch.is_grad_enabled(),
+            shards=share.shards, head_tokens=head_tokens, routes=routes,
         )  # fmt: skip
         of_head: HeadFn | None = None
-        if of_logits is not None:
-            head_places = places[local_head_tokens]
-            of_head = functools.partial(_by_place, of_logits, head_places)
+        if runs_head:
+            of_logits = _sum_logits if packed_row.output_index is None else self.of_logits
+            of_head = functools.partial(_by_place, of_logits, places[head_tokens])
         result = self.model.token_outputs(
             batch.input_ids[places], batch.position_ids[..., places], forward_context, of_head, self.logits_chunk,
             pixels=batch.pixels.of(packed_row.groups, device, share.tokens) if batch.pixels else {},
@@ -217,16 +213,13 @@ class _Share(NamedTuple):
     gathered_at: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls, packed_row: PackedRow, head_tokens: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device
-    ) -> "_Share":
-        """This rank's share among the ranks of `group`, whose lm_head together runs on `head_tokens`."""
+    def of(cls, packed_row: PackedRow, group: dist.ProcessGroup | None, device: torch.device) -> "_Share":
+        """This rank's share among the ranks of `group`, which together run lm_head on all `head_tokens`."""
         if group is None:
-            return cls(packed_row.places, head_tokens)
+            return cls(packed_row.places, packed_row.head_tokens)
         shards = Shards(group, packed_row, device)
-        local_head_tokens, gathered_at = shards.spread_head(head_tokens)
-        tokens = shards.local_tokens
-        return cls(packed_row.places[tokens], local_head_tokens, shards, tokens, gathered_at)
+        head_tokens, gathered_at = shards.spread_head(packed_row.head_tokens)
+        return cls(packed_row.places[shards.local_tokens], head_tokens, shards, shards.local_tokens, gathered_at)
 
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs [m, k] of this rank's `head_tokens` -> [n, k] of those of all ranks."""
@@ -251,6 +244,6 @@ def _by_place(
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """The `LogitsFn` of forwards whose outputs nobody reads, beside ranks whose outputs are read: it gives a gradient
-    to the same parameters as theirs."""
+    """The `LogitsFn` of packed rows without outputs that are read, beside ranks whose packed rows have some: it gives a
+    gradient to the same parameters as theirs."""
     return logits.sum(-1, keepdim=True)

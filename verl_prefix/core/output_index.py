@@ -1,11 +1,12 @@
 """Which outputs rows read, and where each is computed: in a suffix, or in deeper trees also in a strand."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from verl_prefix.core.groups import Group
+from verl_prefix.core.prefix_source import PrefixSource
 from verl_prefix.core.runs import Path, last_of, len_of, part_of, ranges
 
 
@@ -27,7 +28,12 @@ class OutputIndex(NamedTuple):
         chosen, is_own = is_read[self.places], self.levels == level
         if not (chosen & is_own).any():
             chosen[is_own.nonzero()[0]] = True
-        return OutputIndex(*(x[chosen] for x in self))
+        return OutputIndex(self.places[chosen], self.levels[chosen], self.row_tokens[chosen])
+
+
+# The outputs of a packed row that are read: those of an index; those of all suffix tokens, in their order, as in groups
+# of one prompt; or none, as in a dummy and in a phase A of groups of one prompt.
+Outputs = OutputIndex | Literal["suffixes"] | None
 
 
 class RowReads(NamedTuple):
@@ -46,27 +52,18 @@ class RowReads(NamedTuple):
     path: Path
 
 
-def index_outputs(
-    rows: Sequence[RowReads], level_starts: Sequence[int], num_strand_tokens: int, has_suffixes: bool
-) -> OutputIndex | None:
+def index_outputs(rows: Sequence[RowReads], source: PrefixSource, has_suffixes: bool) -> OutputIndex | None:
     """Finds where the outputs that rows read are computed. A packed row without suffixes reads only outputs that it
-    computes itself.
+    computes itself; None: there are none.
 
     Args:
         rows: all rows of a packed row, in the order of their suffixes there.
-        level_starts: of the prefix source, whose last level is the packed row's own.
-        num_strand_tokens: of the packed row.
-
-    Returns:
-        None where rows read the outputs of all suffix tokens and no others, or nothing.
+        source: of the packed row.
     """
-    if all(row.num_outputs == row.suffix_len for row in rows):
-        return None
     # Suffixes are numbered as if they followed all strands in the prefix source. So path and suffix hold all of a row's
     # tokens in one numbering, and the last of these compute its outputs. Such a number less the start of its level is
     # the token's index in its packed row.
-    own_start = level_starts[-1]
-    suffix_start = own_start + num_strand_tokens
+    suffix_start = source.bounds[-1]
     places, tokens = [], []
     for place, num_outputs, suffix_len, path in rows:
         num_read = num_outputs
@@ -75,13 +72,15 @@ def index_outputs(
             suffix_start += suffix_len
         else:
             num_before_fork = max(num_outputs - suffix_len, 0)
-            num_read = min(num_before_fork, len_of(part_of(path, own_start)))
+            num_read = min(num_before_fork, len_of(part_of(path, source.own_start)))
             place += num_before_fork - num_read
         tokens.append(ranges(last_of(path, num_read)))
         places.append(torch.arange(place, place + num_read))
-    source_tokens, starts = torch.cat(tokens), torch.tensor(level_starts)
+    source_tokens, starts = torch.cat(tokens), torch.tensor(source.level_starts)
+    if not len(source_tokens):
+        return None
     levels = torch.searchsorted(starts, source_tokens, right=True) - 1
-    return OutputIndex(torch.cat(places), levels, source_tokens - starts[levels]) if len(source_tokens) else None
+    return OutputIndex(torch.cat(places), levels, source_tokens - starts[levels])
 
 
 def num_own_strand_outputs(group: Group) -> int:

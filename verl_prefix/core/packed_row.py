@@ -22,7 +22,7 @@ import torch
 from verl_prefix.core.call_builder import calls_of
 from verl_prefix.core.calls import AttentionParams, Call, built_once
 from verl_prefix.core.groups import Group
-from verl_prefix.core.output_index import OutputIndex, RowReads, index_outputs
+from verl_prefix.core.output_index import OutputIndex, Outputs, RowReads, index_outputs
 from verl_prefix.core.prefix_source import PrefixSource
 from verl_prefix.core.runs import Path, Segment, end_of, ranges
 from verl_prefix.core.states import StateIndex
@@ -40,7 +40,7 @@ class PackedRow:
         segments: the strands, then the suffixes.
         groups: the groups of which it computes strands, suffixes or both; none in a dummy.
         source: the prefix source, by whose tokens paths count.
-        output_index: the outputs that rows read; None: those of all its suffix tokens, of which a phase A has none.
+        output_index: the outputs that rows read: of an index, of all "suffixes", or None of them.
         state_paths: paths that end in this packed row's strands and that some segment continues, in the order of their
             ends. A recurrent layer leaves a state after each.
         outer: of a nested pass, the packed row of the phase A around it; None: nothing is around it.
@@ -52,7 +52,7 @@ class PackedRow:
     segments: tuple[Segment, ...]
     groups: tuple[Group, ...] = ()
     source: PrefixSource = PrefixSource()
-    output_index: OutputIndex | None = None
+    output_index: Outputs = None
     state_paths: tuple[Path, ...] = ()
     outer: "PackedRow | None" = None
     num_strands: int = 0
@@ -93,25 +93,29 @@ class PackedRow:
     @property
     def output_places(self) -> torch.Tensor:
         """[n] int64: the place in the batch of each output that rows read, which gives the next token's log-prob."""
-        return self.places[self.num_strand_tokens :] if self.output_index is None else self.output_index.places
+        if isinstance(self.output_index, OutputIndex):
+            return self.output_index.places
+        return self.places[self.num_strand_tokens :] if self.output_index == "suffixes" else self.places[:0]
 
     @functools.cached_property
     def head_tokens(self) -> torch.Tensor:
-        """[m] int64: tokens of the packed row that go through lm_head, in ascending order."""
-        if self.output_index is None:
-            return torch.arange(self.num_strand_tokens, self.num_tokens)
-        _, levels, row_tokens = self.output_index
-        own: torch.Tensor = row_tokens[levels == self.source.level].unique()
-        return own
+        """[m] int64: tokens of the packed row that go through lm_head, in ascending order. Where no output is read, the
+        last token does: backward starts there."""
+        if isinstance(self.output_index, OutputIndex):
+            is_own = self.output_index.levels == self.source.level
+            own: torch.Tensor = self.output_index.row_tokens[is_own].unique()
+            return own
+        first = self.num_strand_tokens if self.output_index == "suffixes" else self.num_tokens - 1
+        return torch.arange(first, self.num_tokens)
 
     def with_outputs(self, is_read: torch.Tensor) -> "PackedRow":
         """The packed row that reads only outputs of the batch's tokens `is_read` [N] (bool). One output of its own
         always stays, since a backward needs a start. A packed row without outputs stays as it is."""
         index = self.output_index
         if index is None:
-            tokens = torch.arange(self.num_strand_tokens, self.num_tokens)
-            if self.is_dummy or not len(tokens):
-                return self
+            return self
+        if index == "suffixes":
+            tokens = self.head_tokens
             index = OutputIndex(self.places[tokens], torch.full_like(tokens, self.source.level), tokens)
         return replace(self, output_index=index.only(is_read, self.source.level))
 
@@ -135,31 +139,37 @@ def pack_groups(
             of these groups.
     """
     source = PrefixSource.of(groups, offsets, outer.source if outer else None)
-    strands, suffixes, rows = [], [], []
+    strands, suffixes, rows = [], [], []  # segments, each after the place of its first token; what each row reads
     for group in groups:
         paths = source.paths(group, offsets)
         for strand in group.strands[group.num_outer :]:
             strands.append((strand.place(offsets), Segment(strand.end - strand.start, paths[strand.fork])))
-        columns = zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, group.output_lens, strict=True)
-        for row, fork, suffix_len, first_output, num_outputs in columns:
-            first = int(offsets[row])
-            rows.append(RowReads(first + first_output, num_outputs, suffix_len, paths[fork]))
+        output_lens = group.output_lens
+        for i, row in enumerate(group.rows):
+            first_place, fork, suffix_len = int(offsets[row]), group.forks[i], group.suffix_lens[i]
+            rows.append(RowReads(first_place + group.first_outputs[i], output_lens[i], suffix_len, paths[fork]))
             if suffix_len:
-                suffixes.append((first + fork.start, Segment(suffix_len, paths[fork])))
-    computed = [*strands, *(suffixes if phase != "phase_a" else ())]
+                suffixes.append((first_place + fork.start, Segment(suffix_len, paths[fork])))
+    has_suffixes = phase != "phase_a"
+    computed = [*strands, *suffixes] if has_suffixes else strands
     if not computed:
         first_token = torch.zeros(1, dtype=torch.int64)
         return PackedRow(first_token, (Segment(1),), source=source, outer=outer, phase=phase)
+    output_index: Outputs
+    if any(row.num_outputs != row.suffix_len for row in rows):
+        output_index = index_outputs(rows, source, has_suffixes)
+    else:
+        output_index = "suffixes" if has_suffixes else None
+    # Suffixes that a phase A does not compute continue its paths all the same.
     state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > source.own_start}
-    packed_row = PackedRow(
+    return PackedRow(
         places=ranges([(place, segment.length) for place, segment in computed]),
         segments=tuple(segment for _, segment in computed),
         groups=tuple(groups),
         source=source,
+        output_index=output_index,
         state_paths=tuple(sorted(state_paths, key=end_of)),
         outer=outer,
         num_strands=len(strands),
         phase=phase,
     )
-    index = index_outputs(rows, source.level_starts, packed_row.num_strand_tokens, has_suffixes=phase != "phase_a")
-    return replace(packed_row, output_index=index)

@@ -61,7 +61,7 @@ class PhasedPass(_PassBase):
     Attributes:
         waves: the nested passes that compute suffixes alone.
         packed, phased: the other nested passes.
-        reads_strands: rows of this or another rank read outputs of strands; then lm_head runs in phase A on every rank.
+        reads_strands: rows of this or another rank read outputs of phase A. Then lm_head runs in it on every rank.
     """
 
     phase: ClassVar[Phase] = "phase_a"

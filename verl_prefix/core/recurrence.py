@@ -160,7 +160,7 @@ def _initial_states(
     total = packed_row.num_strands if of == "strands" else len(packed_row.states.suffixes.lens)
     initial = None
     for level, segments, numbers in packed_row.states.initial(of, device):
-        cache = caches[level] if level < len(caches) else None
+        cache = caches[level] if level < packed_row.source.level else None
         states = own if cache is None else cache.read(key)[0]
         chosen: torch.Tensor = ReadPrefix.apply(states, numbers, cache, key)  # type: ignore[no-untyped-call]
         if len(chosen) == total:

@@ -147,9 +147,7 @@ class PlanRunner:
         """Runs the prefixes of a pass, which `cache` gets."""
         packed_row, caches = packed_row_of(planned, batch, outer), outer.caches if outer else ()
         with self.meter.phase(planned.phase, planned.groups, batch.input_ids.device), cache.saving():
-            output = self.forward.phase_a(
-                batch, packed_row, cache, with_head=planned.reads_strands, outer_caches=caches
-            )
+            output = self.forward.phase_a(batch, packed_row, cache, planned.reads_strands, caches)
         return PhaseA(packed_row, output, (*caches, cache))
 
 
