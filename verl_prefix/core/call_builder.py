@@ -9,8 +9,9 @@ last `window - 1` tokens of its path, its tail, are copied to stand before its o
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, groupby, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,7 @@ from verl_prefix.core.runs import (
     Path,
     Run,
     Segment,
+    bounds_of,
     is_one_run,
     last_of,
     len_of,
@@ -28,6 +30,7 @@ from verl_prefix.core.runs import (
     token_index,
 )
 
+Item = TypeVar("Item")
 # A path, and (first token in the packed row, number of tokens) of each of the neighbours with that path.
 Block = tuple[Path, list[Run]]
 # Limits of a call of several blocks: its keys, which are copied (16 MiB of keys and values at 8 heads of 128 in bf16,
@@ -47,9 +50,9 @@ def calls_of(
     builder = _CallBuilder(params, device, level_starts)
     is_far = [len_of(segment.path) + segment.length > params.seen for segment in segments]
     yield builder.causal_call(segments, is_far)
-    starts = accumulate((segment.length for segment in segments), initial=0)
-    placed = zip(starts, segments, is_far, strict=False)
-    yield from builder.cross_calls([(start, segment) for start, segment, far in placed if segment.path and not far])
+    starts = bounds_of(segment.length for segment in segments)[:-1]
+    placed = zip(starts, segments, is_far, strict=True)
+    yield from builder.cross_calls([(start, segment) for start, segment, far in placed if not far])
 
 
 class _CallBuilder:
@@ -57,20 +60,23 @@ class _CallBuilder:
 
     def __init__(self, params: AttentionParams, device: torch.device, level_starts: Sequence[int]) -> None:
         self._params, self._device = params, device
-        self._levels = [*pairwise((*level_starts, sys.maxsize))]  # first token of each level, and its end
+        self._levels = list(pairwise((*level_starts, sys.maxsize)))  # first token of each level, and its end
 
     def causal_call(self, segments: Sequence[Segment], is_far: Sequence[bool]) -> Call:
         """The call in which every segment reads itself, and a far segment also its tail."""
         params = self._params
-        tails = [last_of(s.path, params.seen - 1) if far else () for s, far in zip(segments, is_far, strict=True)]
-        key_ends = tuple(accumulate(len_of(tail) + s.length for tail, s in zip(tails, segments, strict=True)))
-        spans = Spans((0, *accumulate(s.length for s in segments)), (0, *key_ends))
+        tails: list[Path] = [()] * len(segments)
+        for i, segment in enumerate(segments):
+            if is_far[i]:
+                tails[i] = last_of(segment.path, params.seen - 1)
+        lens = [segment.length for segment in segments]
+        spans = Spans(q=bounds_of(lens), k=bounds_of(len_of(tails[i]) + lens[i] for i in range(len(lens))))
         own_at: slice | torch.Tensor = ALL
         if any(tails):
-            own_keys = [(end - s.length, s.length) for end, s in zip(key_ends, segments, strict=True)]
+            own_keys = [(end - length, length) for end, length in zip(spans.k[1:], lens, strict=True)]
             own_at = token_index(own_keys, self._device)
         window = params.window if any(is_far) else None
-        prefixes = self._keys_of_tails(tails, spans.k)
+        prefixes = self._keys_of_tails(tails, spans.k[:-1])
         return Call(spans, True, params.scale, window, params.softcap, own_at=own_at, prefixes=prefixes)
 
     def _keys_of_tails(self, tails: Sequence[Path], starts: Sequence[int]) -> tuple[PrefixKeys, ...]:
@@ -80,59 +86,80 @@ class _CallBuilder:
             tails: of each segment; empty where it is near.
             starts: where the keys of each segment begin among the call's keys.
         """
-        placed = [(tail, start) for tail, start in zip(tails, starts, strict=False) if tail]
-        prefixes = []
-        for level, (first, end) in enumerate(self._levels):
-            at, tokens, grad_tokens, copies = list[Run](), list[Run](), list[Run](), list[tuple[int, int]]()
-            for tail, siblings in groupby(placed, key=lambda placed_tail: placed_tail[0]):
-                if part := part_of(tail, first, end):
-                    before, length = len_of(part_of(tail, 0, first)), len_of(part)
-                    sibling_runs = [(start + before, length) for _, start in siblings]
-                    at += sibling_runs
-                    tokens += part * len(sibling_runs)
-                    grad_tokens += part
-                    copies.append((len(sibling_runs), length))
-            if at:
-                index, chosen = (on_device(ranges(runs), self._device) for runs in (at, tokens))
-                grad_index = token_index(grad_tokens, self._device)
-                prefixes.append(PrefixKeys(index, chosen, grad_index, tuple(copies), level))
-        return tuple(prefixes)
+        readers = _joined(zip(tails, starts, strict=True))
+        of_levels = [self._keys_of_level(readers, level) for level in range(len(self._levels))]
+        return tuple(keys for keys in of_levels if keys is not None)
+
+    def _keys_of_level(self, readers: Sequence[tuple[Path, list[int]]], level: int) -> PrefixKeys | None:
+        """The keys of tails that are of one level; None: no tail reads it.
+
+        Args:
+            readers: each tail, and where the keys of each segment that reads it begin.
+        """
+        first, end = self._levels[level]
+        at, tokens, grad_tokens, copies = list[Run](), list[Run](), list[Run](), list[tuple[int, int]]()
+        for tail, starts in readers:
+            part = part_of(tail, first, end)
+            if not part:
+                continue
+            length, before = len_of(part), len_of(part_of(tail, 0, first))
+            at += [(start + before, length) for start in starts]
+            tokens += part * len(starts)
+            grad_tokens += part
+            copies.append((len(starts), length))
+        if not at:
+            return None
+        index, chosen = on_device(ranges(at), self._device), on_device(ranges(tokens), self._device)
+        return PrefixKeys(index, chosen, token_index(grad_tokens, self._device), tuple(copies), level)
 
     def cross_calls(self, near: Sequence[tuple[int, Segment]]) -> Iterator[Call]:
         """Yields the calls in which near segments read their paths. Each call reads one level, since keys of two levels
         would have to be copied to stand beside each other.
 
         Args:
-            near: near segments that have a path, each after the number of its first token in the packed row.
+            near: near segments, each after the number of its first token in the packed row.
         """
         for level, (first, end) in enumerate(self._levels):
             parts = [(part_of(segment.path, first, end), (start, segment.length)) for start, segment in near]
-            by_path = groupby((part for part in parts if part[0]), key=lambda part: part[0])
-            all_blocks = [(path, [queries for _, queries in block]) for path, block in by_path]
-            for blocks in _blocks_of_calls(all_blocks):
+            for blocks in _blocks_of_calls(_joined(parts)):
                 yield self._cross_call(blocks, level)
 
     def _cross_call(self, blocks: Sequence[Block], level: int) -> Call:
         """The call in which each block reads its path in `level`."""
-        paths, members = zip(*blocks, strict=True)
-        query_runs = list(chain(*members))
-        q, k = ((0, *accumulate(map(len_of, runs))) for runs in (members, paths))
-        spans = Spans(q, k, q_segments=(0, *accumulate(length for _, length in query_runs)))
-        queries, keys = token_index(query_runs, self._device), token_index(list(chain(*paths)), self._device)
+        query_runs = [run for _, members in blocks for run in members]
+        key_runs = [run for path, _ in blocks for run in path]
+        spans = Spans(
+            q=bounds_of(len_of(members) for _, members in blocks),
+            k=bounds_of(len_of(path) for path, _ in blocks),
+            q_segments=bounds_of(length for _, length in query_runs),
+        )
+        queries, keys = token_index(query_runs, self._device), token_index(key_runs, self._device)
         prefixes = (PrefixKeys(ALL, keys, grad_tokens=keys, level=level),)
         scale, softcap = self._params.scale, self._params.softcap
         return Call(spans, False, scale, None, softcap, queries, own_at=None, prefixes=prefixes)
 
 
+def _joined(items: Iterable[tuple[Path, Item]]) -> list[tuple[Path, list[Item]]]:
+    """Joins neighbours that have the same path. Items without a path are left out."""
+    joined: list[tuple[Path, list[Item]]] = []
+    for path, item in items:
+        if joined and joined[-1][0] == path:
+            joined[-1][1].append(item)
+        elif path:
+            joined.append((path, [item]))
+    return joined
+
+
 def _blocks_of_calls(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
     """Yields the blocks of each cross call: of all blocks if their keys are one run, since a slice needs no copy. Else
     neighbours share a call, up to `_MAX_COPIED` keys and `_MAX_JOINED` queries; a longer block has one of its own."""
-    first = num_keys = num_queries = 0
+    if not blocks:
+        return
+    first = num_keys = num_queries = 0  # of the next call: its first block, and what its blocks so far have
     if not is_one_run([run for path, _ in blocks for run in path]):
         for i, (path, members) in enumerate(blocks):
             num_keys, num_queries = num_keys + len_of(path), num_queries + len_of(members)
             if i > first and (num_keys > _MAX_COPIED or num_queries > _MAX_JOINED):
                 yield blocks[first:i]
                 first, num_keys, num_queries = i, len_of(path), len_of(members)
-    if blocks:
-        yield blocks[first:]
+    yield blocks[first:]

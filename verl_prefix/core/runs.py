@@ -1,8 +1,8 @@
 """Runs of tokens, of which paths consist, and indices of their tokens."""
 
 import sys
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,11 @@ class Segment(NamedTuple):
 def len_of(runs: Sequence[Run]) -> int:
     """Number of tokens of (start, length) runs."""
     return sum(n for _, n in runs)
+
+
+def bounds_of(lens: Iterable[int]) -> tuple[int, ...]:
+    """0, then the end of each of some neighbours with these lengths."""
+    return (0, *accumulate(lens))
 
 
 def end_of(path: Path) -> int:

@@ -3,13 +3,12 @@
 import functools
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
 
 from verl_prefix.core.calls import Spans
-from verl_prefix.core.runs import Path, Segment, end_of, last_of, on_device, part_of, ranges
+from verl_prefix.core.runs import Path, Segment, bounds_of, end_of, last_of, on_device, part_of, ranges
 
 SegmentKind = Literal["strands", "suffixes"]
 
@@ -47,8 +46,8 @@ class StateIndex:
     ) -> None:  # fmt: skip
         self._segments: dict[SegmentKind, Sequence[Segment]] = {"strands": strands, "suffixes": suffixes}
         self._own_start, self._paths, self._outer_states = own_start, paths, outer_states
-        bounds = (0, *accumulate(segment.length for segment in suffixes))
-        self.suffixes = Spans(bounds, bounds)
+        bounds = bounds_of(segment.length for segment in suffixes)
+        self.suffixes = Spans(q=bounds, k=bounds)
         self.numbers = {end_of(path): number for number, path in enumerate(paths)}
         self._initial: dict[tuple[SegmentKind, torch.device], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         self._last_tokens: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -73,8 +72,11 @@ class StateIndex:
                 rounds[round_of[cut]].append(ScanRun(start, cut, after))
                 start = after = cut
             assert start == end, "no segment continues the end of this strand"
-        bounds = [(0, *accumulate(run.end - run.start for run in runs)) for runs in rounds]
-        return [(runs, Spans(lens, lens)) for runs, lens in zip(rounds, bounds, strict=True)]
+        with_spans = []
+        for runs in rounds:
+            bounds = bounds_of(run.end - run.start for run in runs)
+            with_spans.append((runs, Spans(q=bounds, k=bounds)))
+        return with_spans
 
     def initial(self, of: SegmentKind, device: torch.device) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """Where the initial states of strands or suffixes come from, built once.
@@ -104,8 +106,8 @@ class StateIndex:
         if (length, device) not in self._last_tokens:
             strands = self._segments["strands"]
             inherited = 1 + sum(segment.length for segments in self._segments.values() for segment in segments)
-            firsts = accumulate((strand.length for strand in strands), initial=0)
-            strand_of = {first: i for i, first in enumerate(firsts)}
+            bounds = bounds_of(strand.length for strand in strands)
+            strand_of = {first: i for i, first in enumerate(bounds[:-1])}
             tails = []
             for path in self._paths:
                 runs = part_of(path, self._own_start)
