@@ -8,8 +8,8 @@ from verl_prefix.core.groups import Group, Strand
 
 
 def units_of(group: Group) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each part of `group.rows` that stays together: a row with a suffix, and before it the rows
-    without one that lie in its path. Rows after the last suffix belong to the last unit."""
+    """Yields (start, end) of each unit: neighbours in `group.rows` that are never cut apart. A unit is a row with a
+    suffix, and the rows without one right before it. Rows after the last suffix belong to the last unit."""
     ends = [i + 1 for i, suffix_len in enumerate(group.suffix_lens) if suffix_len]
     yield from pairwise([0, *ends[:-1], len(group.rows)])
 

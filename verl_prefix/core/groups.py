@@ -61,16 +61,16 @@ class Group:
     first. A row without a suffix has an empty response, or in deeper trees lies in strands; then the next row that has
     one begins with the same tokens.
 
-    A fork is where a row leaves the strands of this group; in the group of a phase A, where the row leaves phase A. For
-    example, a row leaves its tree after 10 tokens, of which a phase A computes the first 6. The row's fork is at 6 in
-    phase A's group, and at 10 in the group of the nested pass that computes the other 4.
+    A row's fork is where the strands of this group end for it. So a row has other forks in other groups of a plan. For
+    example, a row shares its first 10 tokens. A phase A computes 6 of them, and a nested pass the other 4. The row's
+    fork is at 6 in the group of phase A, and at 10 in the group of the nested pass.
 
     Attributes:
         rows: numbers of the rows in the batch.
         row_ends: how many of each row's first tokens are computed: all but the last one, whose output nobody reads. A
             row has the same end in all groups of a plan (`Plan.with_last_tokens` adds the last token).
-        strands: every strand after its parent; none where no token comes before the suffixes.
-        forks: of each row.
+        strands: each stands after its parent; none where no token comes before the suffixes.
+        forks: of each row, where its suffix begins.
         first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.
         num_outer: how many of the first strands phases A around this pass have computed: all of them in a wave.
     """

@@ -24,7 +24,8 @@ from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.shelf import Shelf
 
 TINY_BYTES = 4 << 10  # a smaller storage frees too little to be worth a copy's latency
-AHEAD = 1 / 16  # of all bytes on the host, the share that may be back at a time before backward asks: two of 32 layers
+# In phase C at most this share of all dormant bytes is back before backward asks for it: of 32 layers, two.
+AHEAD = 1 / 16
 
 
 def device_room(device: torch.device) -> int:
@@ -39,21 +40,21 @@ def device_room(device: torch.device) -> int:
 
 @dataclass(eq=False)
 class Dormant:
-    """A storage that waits in host memory. What becomes of it:
+    """A storage that the graph has saved, and that waits in host memory. It goes through up to four stages:
 
-    saved        `_find_or_copy` copies it to the host; the graph holds `_DormantTensor`s of it
-    ahead        in phase C `_prefetch` brings it back before backward asks for it
-    asked for    `_unpack` gives backward a tensor on it, and brings it back first if it is not ahead
-    let go of    the graph holds no tensor on it any more: `_let_go` frees the device
+    copied       `_find_or_copy` copies it to the host, and the graph holds `_DormantTensor`s in place of its tensors
+    ahead        in phase C `_prefetch` brings it back before backward asks for it; not every storage
+    asked for    `_unpack` makes a tensor of it for backward, and brings it back now if it is not ahead
+    let go of    the graph holds no `_DormantTensor` of it any more, and `_let_go` frees the device
     """
 
     source: StorageWeakRef  # while it is held, no other storage can get the address
     nbytes: int
     pieces: list[torch.Tensor]  # of host memory
-    num_waiting: int = 0  # saved tensors on it that the graph still holds
+    num_waiting: int = 0  # `_DormantTensor`s of it that the graph still holds
     on_device: torch.Tensor | None = None  # uint8 [nbytes]
-    ready: Any = None  # an event of the side stream
-    is_ahead: bool = False  # on the device before backward asks
+    ready: Any = None  # the event behind its copy back
+    is_ahead: bool = False  # back, and not yet asked for
 
 
 class _DormantTensor:
@@ -97,8 +98,8 @@ class OffloadedPrefixCache(PrefixCache):
         super().__init__(*self._shelves)
         self._dormant: dict[tuple[int, int], Dormant] = {}  # in the order of the last save
         self._returning: list[Dormant] = []  # not back yet, the next one last
-        self._num_bytes = 0  # of dormant storages
-        self._num_ahead = 0  # of those that came back before backward asked
+        self._num_bytes = 0  # of all dormant storages
+        self._num_ahead = 0  # bytes of those that are ahead
         self._has_freed = False  # since the last prefetch
 
     def __exit__(self, *exc_info: object) -> None:
@@ -124,13 +125,15 @@ class OffloadedPrefixCache(PrefixCache):
         self._prefetch()
 
     def _stays(self, tensor: torch.Tensor) -> bool:
-        # These stay: parameters, views of them (linear saves weight.t()) and FSDP2's gathered ones, whose storage FSDP2
-        # frees and fills; and subclasses (DTensor), which have no storage of their own.
+        """Whether the graph holds a saved tensor itself, so that nothing of it goes to the host."""
+        # No plain tensors are parameters, also FSDP2's gathered ones, whose storage FSDP2 frees and fills; and
+        # subclasses (DTensor), which have no storage of their own. Linear saves a view of a parameter, weight.t().
         if type(tensor) is not torch.Tensor or isinstance(tensor._base, torch.nn.Parameter):
             return True
         if tensor.device != self.device or not tensor.is_floating_point():
             return True
-        return tensor.untyped_storage().nbytes() < TINY_BYTES  # a small view keeps the whole storage alive
+        # The storage counts, not the tensor: a small view keeps the whole storage alive.
+        return tensor.untyped_storage().nbytes() < TINY_BYTES
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         if not self._stays(tensor):
@@ -161,29 +164,34 @@ class OffloadedPrefixCache(PrefixCache):
         return tensor
 
     def _asked(self, dormant: Dormant) -> bool:
-        """Counts a storage no longer among those that are back ahead of backward; whether it was."""
-        was_ahead, dormant.is_ahead = dormant.is_ahead, False
-        self._num_ahead -= was_ahead * dormant.nbytes
-        return was_ahead
+        """Counts a storage no longer among those that are ahead of backward. Returns whether it was one."""
+        if not dormant.is_ahead:
+            return False
+        dormant.is_ahead = False
+        self._num_ahead -= dormant.nbytes
+        return True
 
     def _let_go(self, dormant: Dormant) -> None:
         dormant.num_waiting -= 1
         if dormant.num_waiting == 0:
             self._asked(dormant)
             self._copies.wait(dormant.ready)  # a copy back that nobody asked for may still write
-            dormant.on_device, self._has_freed = None, True
+            dormant.on_device = None
+            self._has_freed = True
 
     def _prefetch(self) -> None:
-        """Brings storages back before backward asks for them. What is back and not yet asked for is at any time one
-        storage, or at most `AHEAD` of all bytes."""
-        room: int | None = None  # asking the driver takes longer than all else here
+        """Brings storages back before backward asks for them, as far as the device has room. One of them may be ahead
+        in any case, several up to `AHEAD` of all bytes."""
+        room: int | None = None  # asked for once, and late: asking the driver takes longer than all else here
         self._has_freed = False
         while self._returning:
             dormant = self._returning[-1]
             if dormant.num_waiting > 0 and dormant.on_device is None:
                 if self._num_ahead and self._num_ahead + dormant.nbytes > AHEAD * self._num_bytes:
                     return
-                room = (device_room(self.device) if room is None else room) - dormant.nbytes
+                if room is None:
+                    room = device_room(self.device)
+                room -= dormant.nbytes
                 if room < 0:
                     return
                 try:

@@ -30,7 +30,7 @@ class _PassBase:
 
     def with_last_tokens(self: OnePass) -> OnePass:
         """The pass in `Plan.with_last_tokens`."""
-        longer = (replace(group, row_ends=tuple(end + 1 for end in group.row_ends)) for group in self.groups)
+        longer = [replace(group, row_ends=tuple(end + 1 for end in group.row_ends)) for group in self.groups]
         return replace(self, groups=tuple(longer))
 
 
@@ -59,8 +59,8 @@ class PhasedPass(_PassBase):
     For deep trees `SplitGroup` makes these groups, and those of the nested passes.
 
     Attributes:
-        waves: the nested passes that compute suffixes alone.
-        packed, phased: the other nested passes.
+        waves: the nested passes that compute suffixes alone; in groups of one prompt there are no others.
+        packed, phased: the other nested passes, of which phased ones have phases A and C of their own.
         reads_strands: rows of this or another rank read outputs of phase A. Then lm_head runs in it on every rank.
     """
 
@@ -72,7 +72,7 @@ class PhasedPass(_PassBase):
 
     @property
     def nested(self) -> "tuple[Pass, ...]":
-        """All nested passes, in the order in which they run."""
+        """Phase B: all nested passes, in the order in which they run."""
         return (*self.waves, *self.packed, *self.phased)
 
     @property
@@ -98,8 +98,8 @@ class Plan:
         passes: packed passes come first.
         recomputed_tokens: tokens that are computed once more, since the budget cuts their group.
         idle_groups: groups that no pass computes: without response tokens, or left out by `leave_out`.
-        at_once: on a pipeline of several stages, how many phased passes have their prefixes in memory at once; None:
-            all.
+        at_once: on a pipeline of several stages, how many phased passes may be between their phases A and C at the same
+            time, with their prefixes in memory; None: all.
     """
 
     passes: tuple[Pass, ...]
@@ -146,17 +146,21 @@ class Plan:
     @property
     def most_outputs(self) -> int:
         """The most tokens of one forward that can go through lm_head."""
-        outputs = []
+        most = 0
         for planned in self.all_passes:
-            suffixes = (group.num_suffix_tokens for group in planned.groups if isinstance(planned, PackedPass))
-            outputs.append(sum(num_own_strand_outputs(group) for group in planned.groups) + sum(suffixes))
-        return max(outputs, default=0)
+            outputs = sum(num_own_strand_outputs(group) for group in planned.groups)
+            if isinstance(planned, PackedPass):
+                outputs += sum(group.num_suffix_tokens for group in planned.groups)
+            most = max(most, outputs)
+        return most
 
     @property
     def rounds(self) -> list[list[PhasedPass]]:
         """For pipelines: phased passes in rounds of `at_once`; an empty round where there are no phased passes."""
-        phased, size = self.phased, self.at_once or max(len(self.phased), 1)
-        return [phased[start : start + size] for start in range(0, len(phased), size)] or [[]]
+        phased = self.phased
+        if not phased or self.at_once is None:
+            return [phased]
+        return [phased[start : start + self.at_once] for start in range(0, len(phased), self.at_once)]
 
     def with_last_tokens(self) -> "Plan":
         """The plan that also computes the last token of each of its rows, for routers that count it. Nobody reads its
@@ -166,5 +170,6 @@ class Plan:
 
 def _with_nested(planned: Pass) -> Iterator[Pass]:
     yield planned
-    for nested in planned.nested if isinstance(planned, PhasedPass) else ():
-        yield from _with_nested(nested)
+    if isinstance(planned, PhasedPass):
+        for nested in planned.nested:
+            yield from _with_nested(nested)

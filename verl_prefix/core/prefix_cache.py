@@ -70,7 +70,7 @@ class PrefixCache:
         Raises:
             CannotShare: there is something under this key already.
         """
-        # A view, as values are of a fused QKV projection, would keep all that it is a view of until phase C.
+        # A view keeps the whole storage alive until phase C: of values, all that a fused QKV projection has returned.
         tensors = tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in tensors)
         if self._is_open:
             if key in self._stored:

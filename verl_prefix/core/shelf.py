@@ -51,7 +51,7 @@ class Shelf(MutableMapping[LayerKey, Tensors]):
         self._staying: dict[LayerKey, Tensors] = {}
         self._shelved: dict[int, _Shelved] = {}
         self._layers: list[int] = []  # sorted
-        self._last = -1
+        self._last = -1  # the layer that came last, stored or asked for; -1: none, before the first layer
 
     def __setitem__(self, key: LayerKey, tensors: Tensors) -> None:
         alike = {(x.device, x.dtype) for x in tensors} == {(self._copies.device, tensors[0].dtype)}
@@ -72,8 +72,7 @@ class Shelf(MutableMapping[LayerKey, Tensors]):
         assert isinstance(key, int)
         shelved = self._shelved[key]
         if key != self._last:
-            at = self._layers.index(key) + (1 if key > self._last else -1)
-            following = self._layers[at] if 0 <= at < len(self._layers) else key
+            following = self._following(key)
             self._free_all_but(key, following)
             self._load(key)
             with contextlib.suppress(torch.OutOfMemoryError):  # it is loaded again when it is asked for
@@ -110,6 +109,11 @@ class Shelf(MutableMapping[LayerKey, Tensors]):
         """Frees the device of all layers until one is asked for."""
         self._free_all_but()
         self._last = -1
+
+    def _following(self, layer: int) -> int:
+        """The layer that is asked for after `layer`, in the direction from the last one; at the end `layer` itself."""
+        at = self._layers.index(layer) + (1 if layer > self._last else -1)
+        return self._layers[at] if 0 <= at < len(self._layers) else layer
 
     def _free_all_but(self, *layers: int) -> None:
         """Frees the device of all other layers. What the host lacks of them is copied there first."""
