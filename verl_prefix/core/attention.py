@@ -50,7 +50,8 @@ class GroupedAttention(torch.autograd.Function):
             out, lse = kept.pop(layer)
         else:
             causal, *crosses = packed_row.calls(params, q.device)
-            all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
+            levels = [*(cache.read(layer) for cache in caches), (k, v)]
+            all_k, all_v = [keys for keys, _ in levels], [values for _, values in levels]
             out, lse = kernel.forward(q, causal.keys(all_k), causal.keys(all_v), causal)
             for call in crosses:
                 part = kernel.forward(q[call.queries], call.keys(all_k), call.keys(all_v), call)
@@ -70,7 +71,8 @@ class GroupedAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         packed_row, kernel, params, caches, layer = ctx.site
         calls = packed_row.calls(params, q.device)
-        all_k, all_v = zip(*(cache.read(layer) for cache in caches), (k, v), strict=True)
+        levels = [*(cache.read(layer) for cache in caches), (k, v)]
+        all_k, all_v = [keys for keys, _ in levels], [values for _, values in levels]
         dout = dout.contiguous()
 
         def backward_of(call: Call) -> tuple[torch.Tensor, ...]:
@@ -117,9 +119,8 @@ class _StrandGradients:
     """
 
     def __init__(self, dk: torch.Tensor, dv: torch.Tensor, packed_row: PackedRow, calls: Sequence[Call]) -> None:
-        read = [
-            prefix.grad_tokens for call in calls for prefix in call.prefixes if prefix.level == packed_row.source.level
-        ]
+        own_level = packed_row.source.level
+        read = [keys.grad_tokens for call in calls for keys in call.prefixes if keys.level == own_level]
         adds_up = len(read) > 1 or any(isinstance(at, torch.Tensor) for at in read)
         wide = torch.promote_types(dk.dtype, torch.float32) if adds_up else dk.dtype
         self._strand_grads = [x[: packed_row.num_strand_tokens] for x in (dk, dv)]  # strands are its first tokens

@@ -44,6 +44,8 @@ def even_bins(items: Sequence[Item], size: Callable[[Item], int], budget: int) -
     """As `_in_order`, but about equally full: by the smallest of four budgets that needs no more bins."""
     bins = _in_order(items, size, budget)
     even = -(-sum(map(size, items)) // max(len(bins), 1))
-    budgets = (even + (budget - even) * i // 4 for i in range(4 if even < budget else 0))
-    evener = (_in_order(items, size, smaller_budget) for smaller_budget in budgets)
-    return next((found for found in evener if len(found) <= len(bins)), bins)
+    for smaller_budget in (even + (budget - even) * i // 4 for i in range(4 if even < budget else 0)):
+        evener = _in_order(items, size, smaller_budget)
+        if len(evener) <= len(bins):
+            return evener
+    return bins

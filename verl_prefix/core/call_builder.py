@@ -65,52 +65,38 @@ class _CallBuilder:
     def causal_call(self, segments: Sequence[Segment], is_far: Sequence[bool]) -> Call:
         """The call in which every segment reads itself, and a far segment also its tail."""
         params = self._params
-        tails: list[Path] = [()] * len(segments)
-        for i, segment in enumerate(segments):
-            if is_far[i]:
-                tails[i] = last_of(segment.path, params.seen - 1)
+        num_tail = params.seen - 1
+        tails = [last_of(segment.path, num_tail) if is_far[i] else () for i, segment in enumerate(segments)]
         lens = [segment.length for segment in segments]
-        spans = Spans(q=bounds_of(lens), k=bounds_of(len_of(tails[i]) + lens[i] for i in range(len(lens))))
+        spans = Spans(q=bounds_of(lens), k=bounds_of(len_of(tails[i]) + n for i, n in enumerate(lens)))
         own_at: slice | torch.Tensor = ALL
         if any(tails):
             own_keys = [(end - length, length) for end, length in zip(spans.k[1:], lens, strict=True)]
             own_at = token_index(own_keys, self._device)
         window = params.window if any(is_far) else None
-        prefixes = self._keys_of_tails(tails, spans.k[:-1])
+        prefixes = tuple(self._keys_of_tails(tails, spans.k[:-1]))
         return Call(spans, True, params.scale, window, params.softcap, own_at=own_at, prefixes=prefixes)
 
-    def _keys_of_tails(self, tails: Sequence[Path], starts: Sequence[int]) -> tuple[PrefixKeys, ...]:
-        """The prefix keys of a call whose keys are [tail | own] of each segment.
+    def _keys_of_tails(self, tails: Sequence[Path], starts: Sequence[int]) -> Iterator[PrefixKeys]:
+        """Yields the prefix keys of a call whose keys are [tail | own] of each segment, level by level.
 
         Args:
             tails: of each segment; empty where it is near.
             starts: where the keys of each segment begin among the call's keys.
         """
-        readers = _joined(zip(tails, starts, strict=True))
-        of_levels = [self._keys_of_level(readers, level) for level in range(len(self._levels))]
-        return tuple(keys for keys in of_levels if keys is not None)
-
-    def _keys_of_level(self, readers: Sequence[tuple[Path, list[int]]], level: int) -> PrefixKeys | None:
-        """The keys of tails that are of one level; None: no tail reads it.
-
-        Args:
-            readers: each tail, and where the keys of each segment that reads it begin.
-        """
-        first, end = self._levels[level]
-        at, tokens, grad_tokens, copies = list[Run](), list[Run](), list[Run](), list[tuple[int, int]]()
-        for tail, starts in readers:
-            part = part_of(tail, first, end)
-            if not part:
-                continue
-            length, before = len_of(part), len_of(part_of(tail, 0, first))
-            at += [(start + before, length) for start in starts]
-            tokens += part * len(starts)
-            grad_tokens += part
-            copies.append((len(starts), length))
-        if not at:
-            return None
-        index, chosen = on_device(ranges(at), self._device), on_device(ranges(tokens), self._device)
-        return PrefixKeys(index, chosen, token_index(grad_tokens, self._device), tuple(copies), level)
+        readers = _joined(zip(tails, starts, strict=True))  # of each tail: where the keys of its segments begin
+        for level, (first, end) in enumerate(self._levels):
+            at, tokens, grad_tokens, copies = list[Run](), list[Run](), list[Run](), list[tuple[int, int]]()
+            for tail, tail_starts in readers:
+                if part := part_of(tail, first, end):
+                    length, before = len_of(part), len_of(part_of(tail, 0, first))
+                    at += [(start + before, length) for start in tail_starts]
+                    tokens += part * len(tail_starts)
+                    grad_tokens += part
+                    copies.append((len(tail_starts), length))
+            if at:
+                index, chosen = on_device(ranges(at), self._device), on_device(ranges(tokens), self._device)
+                yield PrefixKeys(index, chosen, token_index(grad_tokens, self._device), tuple(copies), level)
 
     def cross_calls(self, near: Sequence[tuple[int, Segment]]) -> Iterator[Call]:
         """Yields the calls in which near segments read their paths. Each call reads one level, since keys of two levels

@@ -1,6 +1,5 @@
 """One packed row through the model: its tokens forward, and of their logits what the loss needs."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -186,7 +185,11 @@ class PackedForward:
         of_head: HeadFn | None = None
         if runs_head:
             of_logits = _sum_logits if packed_row.output_index is None else self.of_logits
-            of_head = functools.partial(_by_place, of_logits, places[head_tokens])
+            head_places = places[head_tokens]
+
+            def of_head(which: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+                return of_logits(head_places[which], logits)
+
         result = self.model.token_outputs(
             batch.input_ids[places], batch.position_ids[..., places], forward_context, of_head, self.logits_chunk,
             pixels=batch.pixels.of(packed_row.groups, device, share.tokens) if batch.pixels else {},
@@ -232,15 +235,9 @@ def _record(batch: TokenBatch, forward_context: ForwardContext) -> None:
     """Writes the routes of a pass into the batch's routes. Each rank that shares the packed row gets all its routes."""
     assert batch.routes is not None and forward_context.routes is not None
     routes, shards = forward_context.routes, forward_context.shards
-    routes = routes if shards is None else shards.whole(routes.view(torch.uint8)).view(torch.int16)  # NCCL: no int16
+    if shards is not None:
+        routes = shards.whole(routes.view(torch.uint8)).view(torch.int16)  # as bytes, since NCCL has no int16
     batch.routes[forward_context.packed_row.places] = routes.cpu()
-
-
-def _by_place(
-    of_logits: LogitsFn, head_places: torch.Tensor, which: torch.Tensor, logits: torch.Tensor
-) -> torch.Tensor:
-    """The `HeadFn` of a `LogitsFn`. head_places: [n] int64, of the forward's `head_tokens`."""
-    return of_logits(head_places[which], logits)
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ def pruned(group: Group) -> Group:
             shorter = strand if i < group.num_outer else strand._replace(row=row, end=end)
             strands.append(shorter._replace(parent=numbers[strand.parent]))
     forks = tuple(fork._replace(strand=numbers.get(fork.strand, -1)) for fork in group.forks)
-    num_outer = sum(i < group.num_outer for i in numbers) - 1  # without the -1
+    num_outer = sum(0 <= i < group.num_outer for i in numbers)
     return replace(group, strands=tuple(strands), forks=forks, num_outer=num_outer)
 
 

@@ -94,7 +94,7 @@ class HostCopies:
             if page is None:
                 return None
             self._pages.append(page)
-        self.num_used = end + -end % 512
+        self.num_used = end + -end % 512  # the next slices begin at a multiple of 512
         pages = range(start // PAGE_BYTES, -(-end // PAGE_BYTES))
         return [self._pages[i][max(start - i * PAGE_BYTES, 0) : end - i * PAGE_BYTES] for i in pages]
 

@@ -179,7 +179,8 @@ class Nesting:
                 draft = self._draft(phase_a, state.alive + self._kept(phase_a), ways)
                 if cheapest is None or self._least_cost(draft) < cheapest.cost:
                     way = self._finished(draft)
-                    cheapest = way if cheapest is None or way.cost < cheapest.cost else cheapest
+                    if cheapest is None or way.cost < cheapest.cost:
+                        cheapest = way
             assert cheapest is not None
             ways[state] = cheapest
         return ways[_State(0, 0)]

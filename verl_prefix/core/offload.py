@@ -165,19 +165,17 @@ class OffloadedPrefixCache(PrefixCache):
 
     def _asked(self, dormant: Dormant) -> bool:
         """Counts a storage no longer among those that are ahead of backward. Returns whether it was one."""
-        if not dormant.is_ahead:
-            return False
-        dormant.is_ahead = False
-        self._num_ahead -= dormant.nbytes
-        return True
+        was_ahead, dormant.is_ahead = dormant.is_ahead, False
+        if was_ahead:
+            self._num_ahead -= dormant.nbytes
+        return was_ahead
 
     def _let_go(self, dormant: Dormant) -> None:
         dormant.num_waiting -= 1
         if dormant.num_waiting == 0:
             self._asked(dormant)
             self._copies.wait(dormant.ready)  # a copy back that nobody asked for may still write
-            dormant.on_device = None
-            self._has_freed = True
+            dormant.on_device, self._has_freed = None, True
 
     def _prefetch(self) -> None:
         """Brings storages back before backward asks for them, as far as the device has room. One of them may be ahead

@@ -87,11 +87,14 @@ def num_own_strand_outputs(group: Group) -> int:
     """Number of tokens of the group's own strands whose outputs rows read. A token counts once."""
     read = set[tuple[int, int, int]]()  # strand, first token, end
     for fork, first in zip(group.forks, group.first_outputs, strict=True):
-        before = group.strands_before(fork) if fork.start > first else ()
-        read |= {(strand, max(start, first), end) for strand, start, end in before if strand >= group.num_outer}
-    count, last, counted = 0, -1, 0  # of strand `last`, tokens up to `counted`
+        if fork.start > first:
+            for strand, start, end in group.strands_before(fork):
+                if strand >= group.num_outer:
+                    read.add((strand, max(start, first), end))
+    count, counted_until = 0, dict[int, int]()
     for strand, start, end in sorted(read):
-        counted = start if strand != last else max(start, counted)
-        count += max(end - counted, 0)
-        last, counted = strand, max(end, counted)
+        start = max(start, counted_until.get(strand, 0))
+        if end > start:
+            count += end - start
+            counted_until[strand] = end
     return count

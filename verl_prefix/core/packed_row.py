@@ -60,10 +60,6 @@ class PackedRow:
     _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
 
     @property
-    def is_wave(self) -> bool:
-        return self.phase == "wave"
-
-    @property
     def is_dummy(self) -> bool:
         """Whether it has one token, and no rows: it keeps a rank's collectives in step."""
         return not self.groups
@@ -81,7 +77,7 @@ class PackedRow:
     def levels(self) -> "tuple[PackedRow, ...]":
         """The packed row of each level: those around this packed row, the outermost first, each of which has a cache;
         and itself."""
-        return (*(self.outer.levels if self.outer else ()), self)
+        return (*self.outer.levels, self) if self.outer else (self,)
 
     @functools.cached_property
     def states(self) -> StateIndex:
@@ -155,11 +151,9 @@ def pack_groups(
     if not computed:
         first_token = torch.zeros(1, dtype=torch.int64)
         return PackedRow(first_token, (Segment(1),), source=source, outer=outer, phase=phase)
-    output_index: Outputs
+    output_index: Outputs = "suffixes" if has_suffixes else None
     if any(row.num_outputs != row.suffix_len for row in rows):
         output_index = index_outputs(rows, source, has_suffixes)
-    else:
-        output_index = "suffixes" if has_suffixes else None
     # Suffixes that a phase A does not compute continue its paths all the same.
     state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > source.own_start}
     return PackedRow(

@@ -146,13 +146,12 @@ class Plan:
     @property
     def most_outputs(self) -> int:
         """The most tokens of one forward that can go through lm_head."""
-        most = 0
+        outputs = [0]
         for planned in self.all_passes:
-            outputs = sum(num_own_strand_outputs(group) for group in planned.groups)
+            outputs.append(sum(num_own_strand_outputs(group) for group in planned.groups))
             if isinstance(planned, PackedPass):
-                outputs += sum(group.num_suffix_tokens for group in planned.groups)
-            most = max(most, outputs)
-        return most
+                outputs[-1] += sum(group.num_suffix_tokens for group in planned.groups)
+        return max(outputs)
 
     @property
     def rounds(self) -> list[list[PhasedPass]]:

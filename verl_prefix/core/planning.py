@@ -67,8 +67,10 @@ def make_plan(
     live = live_in_pass_order(groups)
     to_pack, to_phase = list[Group](), list[Group]()
     for group in live:
-        packs = schedule == "packed" or (schedule == "auto" and group.num_physical_tokens <= budget)
-        (to_pack if packs else to_phase).append(group)
+        if schedule == "packed" or (schedule == "auto" and group.num_physical_tokens <= budget):
+            to_pack.append(group)
+        else:
+            to_phase.append(group)
     pieces = [piece for group in to_pack for piece in _pieces(group, budget)]
     bins = first_fit(pieces, lambda group: group.num_physical_tokens, budget)
     packed = (PackedPass(tuple(live_in_pass_order(members))) for members in bins)
@@ -91,7 +93,7 @@ class _Limits(NamedTuple):
         """Waves in what the strands of `groups` leave of the budget."""
         resident = 0 if self.offload else sum(group.num_own_strand_tokens for group in groups)
         room = max(self.budget - resident, self.least_wave)
-        return make_waves(groups, min(self.wave_tokens or room, room))
+        return make_waves(groups, room if self.wave_tokens is None else min(self.wave_tokens, room))
 
 
 def _phased_passes(groups: Sequence[Group], limits: _Limits, nests: bool) -> list[PhasedPass]:
@@ -228,21 +230,18 @@ def _tokens_of_pieces(units: Sequence[_UnitReads], budget: int) -> Iterator[int]
 
 def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens, or of one suffix."""
-    # Of each wave: the number of a group -> start and end of its rows.
-    waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []
-    used = 0
+    members: list[dict[int, list[int]]] = [{}] if groups else []  # of each wave: rows, by the number of their group
+    used = 0  # tokens of the last wave
     for number, group in enumerate(groups):
         for start, end in units_of(group):
             num_tokens = sum(group.suffix_lens[start:end])
             if used and used + num_tokens > wave_tokens:
-                waves.append({})
+                members.append({})
                 used = 0
             used += num_tokens
-            waves[-1][number] = waves[-1].get(number, (start, end))[0], end
-    suffix_groups = [replace(group, num_outer=len(group.strands)) for group in groups]  # phase A computes all strands
-    return tuple(
-        Wave(tuple(with_rows(suffix_groups[number], range(*rows)) for number, rows in wave.items())) for wave in waves
-    )
+            members[-1].setdefault(number, []).extend(range(start, end))
+    suffixes = [replace(group, num_outer=len(group.strands)) for group in groups]  # phase A computes all strands
+    return tuple(Wave(tuple(with_rows(suffixes[number], rows) for number, rows in wave.items())) for wave in members)
 
 
 def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
@@ -282,11 +281,12 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
         reduce_max: element-wise maximum over ranks of a list, equally long on every rank.
     """
     packed, phased = plan.packed, _largest_first(plan.phased)
-    # `at_once` is negated, so that the maximum is the smallest limit.
-    most = reduce_max([len(packed), len(phased), -(plan.at_once or math.inf)])
-    phased = _same_shapes(_padded(phased, int(most[1]), PhasedPass()), reduce_max)
-    passes: tuple[Pass, ...] = (*_padded(packed, int(most[0]), PackedPass()), *phased)
-    at_once = int(-most[2]) if math.isfinite(most[2]) else None
+    # The limit is negated, so that the maximum is the smallest limit.
+    limit = math.inf if plan.at_once is None else plan.at_once
+    num_packed, num_phased, negated = reduce_max([len(packed), len(phased), -limit])
+    phased = _same_shapes(_padded(phased, int(num_phased), PhasedPass()), reduce_max)
+    passes: tuple[Pass, ...] = (*_padded(packed, int(num_packed), PackedPass()), *phased)
+    at_once = int(-negated) if math.isfinite(negated) else None
     return replace(plan, passes=passes or (PackedPass(),), at_once=at_once)
 
 
@@ -300,10 +300,10 @@ def _same_shapes(
     counts = list[int]()
     for planned in phased:
         counts += [planned.reads_strands, len(planned.waves), len(planned.packed), len(planned.phased)]
-    most = iter(map(int, reduce_max(counts)))
+    most = [int(count) for count in reduce_max(counts)]
     padded, inner = [], list[PhasedPass]()
-    for planned in phased:
-        reads_strands, num_waves, num_packed, num_phased = (next(most) for _ in range(4))
+    for i, planned in enumerate(phased):
+        reads_strands, num_waves, num_packed, num_phased = most[4 * i : 4 * i + 4]
         waves, packed = _padded(planned.waves, num_waves, Wave()), _padded(planned.packed, num_packed, PackedPass())
         padded.append((PhasedPass(planned.groups, waves, packed, reads_strands=bool(reads_strands)), num_phased))
         inner += _padded(_largest_first(planned.phased), num_phased, PhasedPass())

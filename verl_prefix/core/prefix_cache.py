@@ -171,9 +171,11 @@ class _JoinGradCache(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         cache, key, dtypes = ctx.args
         joined = list(grads)
-        for i, (total, dtype) in enumerate(zip(cache.take(key) or (), dtypes, strict=False)):
-            own = grads[i]
-            joined[i] = (total if own is None else total.add_(own)).to(dtype)
+        of_waves = cache.take(key)
+        if of_waves is not None:
+            for i, total in enumerate(of_waves):
+                own = grads[i]
+                joined[i] = (total if own is None else total.add_(own)).to(dtypes[i])
         return None, None, None, *joined
 
 

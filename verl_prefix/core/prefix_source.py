@@ -28,11 +28,13 @@ class PrefixSource:
             offsets: first token of each row in the batch's flat values.
             outer: of the packed row around it.
         """
-        starts, bounds = (dict(outer.strand_starts), outer.bounds) if outer else ({}, (0,))
+        starts = dict(outer.strand_starts) if outer else {}
+        bounds = outer.bounds if outer else (0,)
         end = bounds[-1]
-        for strand in (strand for group in groups for strand in group.strands[group.num_outer :]):
-            starts[strand.place(offsets)] = end
-            end += strand.end - strand.start
+        for group in groups:
+            for strand in group.strands[group.num_outer :]:
+                starts[strand.place(offsets)] = end
+                end += strand.end - strand.start
         return cls((*bounds, end), starts)
 
     @property

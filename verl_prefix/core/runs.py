@@ -29,10 +29,11 @@ def bounds_of(lens: Iterable[int]) -> tuple[int, ...]:
     return (0, *accumulate(lens))
 
 
-def end_of(path: Path) -> int:
+def end_of(path: Sequence[Run]) -> int:
     """The token of the prefix source after the path's last token; 0 where the path is empty. It names the path: a token
     of the prefix source has one history, so paths with the same end are equal."""
-    return sum(path[-1]) if path else 0
+    start, length = path[-1] if path else (0, 0)
+    return start + length
 
 
 def last_of(path: Path, length: int) -> Path:
@@ -54,17 +55,18 @@ def part_of(path: Path, first: int, end: int = sys.maxsize) -> Path:
 
 def ranges(runs: Sequence[Run]) -> torch.Tensor:
     """int64 indices of the tokens of (start, length) runs, one after the other."""
+    # `cat` takes no empty list, so an empty range stands first.
     return torch.cat([torch.arange(0), *(torch.arange(start, start + n) for start, n in runs)])
 
 
 def is_one_run(runs: Sequence[Run]) -> bool:
     """Whether each of some runs begins where the one before it ends."""
-    return all(a + n == b for (a, n), (b, _) in pairwise(runs))
+    return all(start + n == next_start for (start, n), (next_start, _) in pairwise(runs))
 
 
 def token_index(runs: Sequence[Run], device: torch.device) -> slice | torch.Tensor:
     """`ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
-    return slice(runs[0][0], sum(runs[-1])) if is_one_run(runs) else on_device(ranges(runs), device)
+    return slice(runs[0][0], end_of(runs)) if is_one_run(runs) else on_device(ranges(runs), device)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -54,7 +54,7 @@ class Shelf(MutableMapping[LayerKey, Tensors]):
         self._last = -1  # the layer that came last, stored or asked for; -1: none, before the first layer
 
     def __setitem__(self, key: LayerKey, tensors: Tensors) -> None:
-        alike = {(x.device, x.dtype) for x in tensors} == {(self._copies.device, tensors[0].dtype)}
+        alike = all(x.device == self._copies.device and x.dtype == tensors[0].dtype for x in tensors)
         if not isinstance(key, int) or not alike:
             self._staying[key] = tensors
             return

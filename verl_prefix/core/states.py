@@ -72,11 +72,8 @@ class StateIndex:
                 rounds[round_of[cut]].append(ScanRun(start, cut, after))
                 start = after = cut
             assert start == end, "no segment continues the end of this strand"
-        with_spans = []
-        for runs in rounds:
-            bounds = bounds_of(run.end - run.start for run in runs)
-            with_spans.append((runs, Spans(q=bounds, k=bounds)))
-        return with_spans
+        bounds = [bounds_of(run.end - run.start for run in runs) for runs in rounds]
+        return [(runs, Spans(q=ends, k=ends)) for runs, ends in zip(rounds, bounds, strict=True)]
 
     def initial(self, of: SegmentKind, device: torch.device) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """Where the initial states of strands or suffixes come from, built once.
@@ -88,7 +85,7 @@ class StateIndex:
         """
         if (of, device) not in self._initial:
             ends = [(i, end_of(segment.path)) for i, segment in enumerate(self._segments[of])]
-            levels = [*self._outer_states, *((self,) if of == "suffixes" else ())]
+            levels = [*self._outer_states, self] if of == "suffixes" else self._outer_states
             initial = []
             for level, index in enumerate(levels):
                 pairs = [(i, index.numbers[end]) for i, end in ends if end in index.numbers]

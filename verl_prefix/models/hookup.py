@@ -154,7 +154,7 @@ class HookedModel:
             if not whole:
                 head = ChunkedHead(lm_head.forward, of_head, logits_chunk)
                 stack.enter_context(replaced(lm_head, "forward", head))
-            logits = self.logits(inputs, head_tokens, dict(tower=not forward_context.packed_row.is_wave, **pixels))
+            logits = self.logits(inputs, head_tokens, dict(tower=forward_context.packed_row.phase != "wave", **pixels))
         self.check_calls(forward_context.num_calls - calls)
         if logits.shape[1] != len(head_tokens):
             raise RuntimeError(
