@@ -1,5 +1,5 @@
 """Grouped attention: a causal call, in which segments read themselves, and cross calls, in which they read their
-paths, merged by their log-sum-exps (LSE).
+paths, merged by their log-sum-exps (LSE). Sliding windows move some of the paths to the causal call (`call_builder`).
 
 A suffix query's softmax runs over two sets of keys, the prefix and the suffix so far. Each kernel call normalises over
 its own set and returns the log-sum-exp of its scores. From these the outputs combine exactly (`kernels.merge`). In

@@ -6,7 +6,8 @@
 
 A packed row knows the place of each of its tokens in the batch. So tokens keep their positions, and outputs go back to
 where they belong. In groups of one prompt, cross calls read slices of the prefixes, and no key or value is copied.
-In deeper trees, and where a window cuts a path, keys are copied.
+In deeper trees, and where a window cuts a path, keys are copied. What remains of a path that a window cuts is read in
+the causal call (`call_builder`).
 
 Where passes nest, segments read strands of the packed rows around theirs as well (`prefix_source`). A cross call reads
 those of one packed row.
@@ -40,7 +41,7 @@ class PackedRow:
         segments: the strands, then the suffixes.
         groups: the groups of which it computes strands, suffixes or both; none in a dummy.
         source: the prefix source, by whose tokens paths count.
-        output_index: the outputs that rows read: of an index, of all "suffixes", or None of them.
+        output_index: the outputs that rows read: those of an index, of all "suffixes", or None.
         state_paths: paths that end in this packed row's strands and that some segment continues, in the order of their
             ends. A recurrent layer leaves a state after each.
         outer: of a nested pass, the packed row of the phase A around it; None: nothing is around it.

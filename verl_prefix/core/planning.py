@@ -140,11 +140,11 @@ def prefix_room(budget: int, wave_tokens: int | None, offload: bool) -> int:
 
 
 class _UnitReads(NamedTuple):
-    """What a unit adds to a piece.
+    """The tokens of a unit, of which pieces count.
 
     Attributes:
-        suffix_tokens: tokens of its suffix.
-        strands: (strand, start, end) of each strand that its rows read, as `Group.strands_before` has them.
+        suffix_tokens: number of tokens of its suffix; 0 where suffixes do not count.
+        strands: what its rows read, as of `Group.strands_before`.
     """
 
     suffix_tokens: int

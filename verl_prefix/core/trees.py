@@ -93,10 +93,10 @@ def group_trees(
                 strand = strand_of.get(branch.hash)
                 known = branch.rows[0] if strand is None else strands[strand].row
                 hashes.check(branch.rows, known, fork.start, branch.end)
-                if strand is None and branch.is_last:  # nobody goes on from their last tokens, which become suffixes
-                    forks |= dict.fromkeys(branch.rows, fork)
-                    continue
-                if strand is None:  # they open a strand
+                if strand is None:
+                    if branch.is_last:  # nobody goes on from their last tokens, which become suffixes
+                        forks |= dict.fromkeys(branch.rows, fork)
+                        continue
                     strand = strand_of[branch.hash] = len(strands)
                     siblings.append(strand)
                     strands.append(Strand(branch.rows[0], fork.start, branch.end, fork.strand))
