@@ -122,14 +122,13 @@ class PackedForward:
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
         Args:
-            reads_strands: of the `PhasedPass`: whether lm_head runs.
+            reads_strands: of the `PhasedPass`: whether lm_head runs. It does where this packed row's outputs are read.
             outer_caches: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
             [m, k], where the backward of phase C starts: outputs of the packed row's `head_tokens`; on an early stage
             of a pipeline, hidden states.
         """
-        assert reads_strands or packed_row.output_index is None
         with self.context():
             result = self._run(batch, packed_row, outer_caches, own_cache=cache, runs_head=reads_strands)
             if packed_row.output_index is None or self.model.is_early_stage:

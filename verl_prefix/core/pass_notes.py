@@ -28,14 +28,10 @@ class PassNote(AbstractContextManager[None]):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         rows = [list(group.rows) for group in groups]
         own, outer = sum(g.num_own_strand_tokens for g in groups), sum(g.num_outer_tokens for g in groups)
-        counts = []
-        if own or not outer:
-            counts.append(f"{own} prefix")
-        if phase not in ("phase_a", "phase_c"):
-            counts.append(f"{sum(g.num_suffix_tokens for g in groups)} suffix")
+        counts = [f"{own} prefix"] if own or not outer else []
+        counts += [] if phase in ("phase_a", "phase_c") else [f"{sum(g.num_suffix_tokens for g in groups)} suffix"]
         held = f"{len(groups)} groups of rows {listed(rows)}, {' and '.join(counts)} tokens"
-        if outer:
-            held += f" after {outer} prefix tokens of phases A"
+        held += f" after {outer} prefix tokens of phases A" if outer else ""
         self.where = f"{part or phase}, rank {rank}: {held if groups else 'a dummy without rows'}"
 
     def __enter__(self) -> None:
