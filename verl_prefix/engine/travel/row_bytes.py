@@ -70,25 +70,28 @@ class RowCodec:
         return TravellingRow(number, tensors, {name: values[index] for name, values in self.others.items()})
 
     def pack(self, rows: Sequence[TravellingRow]) -> torch.Tensor:
-        """Packs rows as one uint8 tensor: their tensors, those of pixels among them, by safetensors; all else as JSON.
+        """Packs rows as one uint8 tensor in the format of safetensors. It has the tensors of the rows and those of
+        their pixels, named "{index}/{row or multi_modal_inputs}/{dtype}/{field}", and "heads": JSON of all else.
 
         Raises:
             TypeError: a value is neither a tensor nor JSON.
         """
-        arrays: dict[str, np.ndarray] = {}
-        heads = []
-        for i, row in enumerate(rows):
-            pixels = row.others.get(PIXEL_INPUTS) or {}
-            seen = {name: x for name, x in pixels.items() if isinstance(x, torch.Tensor)}
-            for kind, tensors in (("row", row.tensors), (PIXEL_INPUTS, seen)):
-                arrays |= {f"{i}/{kind}/{str(x.dtype)[6:]}/{name}": _array(x) for name, x in tensors.items()}
-            others = {name: x for name, x in pixels.items() if name not in seen}
-            heads.append([row.number, row.others | {PIXEL_INPUTS: others} if pixels else row.others])
         if not rows:
             return torch.empty(0, dtype=torch.uint8)
+        arrays: dict[str, np.ndarray] = {}
+        heads = []
+        for index, row in enumerate(rows):
+            visual = row.others.get(PIXEL_INPUTS) or {}
+            pixels = {name: x for name, x in visual.items() if isinstance(x, torch.Tensor)}
+            for kind, tensors in (("row", row.tensors), (PIXEL_INPUTS, pixels)):
+                for name, x in tensors.items():
+                    dtype = str(x.dtype).removeprefix("torch.")
+                    arrays[f"{index}/{kind}/{dtype}/{name}"] = _array(x)
+            no_tensors = {name: x for name, x in visual.items() if name not in pixels}
+            heads.append([row.number, row.others | {PIXEL_INPUTS: no_tensors} if visual else row.others])
         try:
-            written = json.dumps(heads, default=np.generic.item)  # trainers may number sessions by numpy
-            arrays["heads"] = np.frombuffer(written.encode(), dtype=np.uint8)
+            heads_json = json.dumps(heads, default=np.generic.item)  # trainers may number sessions by numpy
+            arrays["heads"] = np.frombuffer(heads_json.encode(), dtype=np.uint8)
         except TypeError as error:
             stay = "set actor_rollout_ref.actor.prefix.exchange=off, and rows stay"
             raise TypeError(f"{', '.join(self.others)} cannot travel with their rows: {error}; {stay}") from error
@@ -102,8 +105,8 @@ class RowCodec:
         heads = json.loads(tensors.pop("heads").numpy().tobytes())
         rows = [TravellingRow(number, {}, others) for number, others in heads]
         for stored_as, x in tensors.items():
-            i, kind, dtype, name = stored_as.split("/", 3)
-            row = rows[int(i)]
+            index, kind, dtype, name = stored_as.split("/", 3)
+            row = rows[int(index)]
             (row.tensors if kind == "row" else row.others[PIXEL_INPUTS])[name] = x.view(getattr(torch, dtype))
         return rows
 
