@@ -18,16 +18,12 @@ def plan_metrics(
 ) -> dict[str, float]:
     """Returns this rank's metrics of one mini-batch, in which rows of padding share nothing."""
     groups = rows.without_padding(groups)
-    computed = sum(one.tokens_of(group) for one in plan.all_passes for group in rows.without_padding(one.groups))
+    computed = sum(
+        planned.tokens_of(group) for planned in plan.all_passes for group in rows.without_padding(planned.groups)
+    )
     num_logical = sum(group.num_logical_tokens for group in groups)
-    peak = runner.meter.phase_b_peak
     phases = Counter(planned.phase for planned in plan.all_passes if planned.groups)  # dummies have none
-    # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are not
-    # comparable.
-    group_tokens = {GROUP_TOKENS: sum(group.num_physical_tokens for group in groups)} if loss.is_known else {}
-    return {
-        **group_tokens,
-        **({"prefix/phase_b_peak_gib": peak / 2**30} if peak else {}),
+    metrics: dict[str, float] = {
         "prefix/attention_kept": runner.forward.keep_attention,
         "prefix/groups": sum(group.is_shared for group in groups),
         "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
@@ -40,5 +36,13 @@ def plan_metrics(
         "prefix/packed_passes": phases["packed"],
         "prefix/waves": phases["wave"],
         "prefix/offloaded_gib": runner.meter.transfers["host_bytes"] / 2**30,
-        **{f"timing_s/prefix_{_SECONDS.get(phase, phase)}": taken for phase, taken in runner.meter.seconds.items()},
     }
+    for phase, seconds in runner.meter.seconds.items():
+        metrics[f"timing_s/prefix_{_SECONDS.get(phase, phase)}"] = seconds
+    if peak := runner.meter.phase_b_peak:
+        metrics["prefix/phase_b_peak_gib"] = peak / 2**30
+    if loss.is_known:
+        # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are
+        # not comparable.
+        metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in groups)
+    return metrics
