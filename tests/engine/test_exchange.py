@@ -348,7 +348,7 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_once_and_said_by_
     for rank, result in enumerate(results):
         metrics = result["packed", "torn_turns"][1]
         assert metrics["prefix/split_groups"] == metrics["torn"] == (3 if len(results) > 1 else 0)
-        told = [line for line in metrics["said"] if "with rows in several mini-batches" in line]
+        told = [line for line in metrics["said"] if "have rows in several mini-batches" in line]
         assert len(told) == (len(results) > 1 and rank == 0) and all(
             line.split(": ")[2].startswith("3.") for line in told
         )

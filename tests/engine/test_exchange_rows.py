@@ -201,7 +201,7 @@ def outputs_of(data) -> dict[str, torch.Tensor]:
     return {"log_probs": nested, "entropy": nested.to(torch.bfloat16)}
 
 
-def opened(data, trees, option: str = "auto"):
+def opened(data, trees, option: str = "auto", was_cut: bool = False):
     """The exchange of this rank's batch with all ranks."""
     import torch.distributed as dist
 
@@ -210,7 +210,8 @@ def opened(data, trees, option: str = "auto"):
     from verl_prefix.engine.travel.exchange import open_exchange
 
     ranks = SimpleNamespace(data=dist.group.WORLD, data_rank=dist.get_rank(), data_size=dist.get_world_size())
-    return open_exchange(SimpleNamespace(ranks=ranks, shape=SHAPE), option, BatchRows(data), trees, Loss(None), False)
+    backend = SimpleNamespace(ranks=ranks, shape=SHAPE)
+    return open_exchange(backend, option, BatchRows(data), trees, was_cut, Loss(None), False)
 
 
 def _goes_to(batch: dict):
@@ -256,8 +257,8 @@ def _problems(batch: dict, seed: int) -> list[str]:
     for one in counting:
         one.start()
     # Of a batch before, whose rows stayed, one rank may have seen turns alone.
-    trees = TreeRule("uid", frozenset([END]), was_cut=rank == seed % 2) if batch.get("turns") else TreeRule()
-    exchange = opened(data, trees)
+    trees = TreeRule("uid", frozenset([END])) if batch.get("turns") else TreeRule()
+    exchange = opened(data, trees, was_cut=bool(batch.get("turns")) and rank == seed % 2)
     found = exchange.computed.data
     if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):
         problems.append(f"{len(found)} rows are groups {exchange.groups}")
@@ -308,7 +309,7 @@ def _problems(batch: dict, seed: int) -> list[str]:
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
-    if exchange.tree_rule.was_cut:
+    if exchange.is_cut:
         homes = {row: rank for rank, (rows, _) in enumerate(lists) for row in rows}
         pixels = any(row["pixels"] for row in every)
         sessions = [row["uid"] if pixels else f"{row['uid']} {row.get('session_id')}" for row in every]
@@ -490,7 +491,7 @@ def test_the_example_of_session_pieces():
     pieces = [
         (0, {"S": 9, "SQ": 5, "SQC": 3, "logits of SQC": 0.3}),
         (1, {"S": 9, "SQ": 5, "SQC": 3, "SQCR": 4, "SQCRA": 6, "logits of SQCRA": 0.6}),
-        (2, {"S": 9, "SQ": 5, "SQA": 7, "logits of SQA": 0.7}),
+        (2, {"S": 9, "SQ": 5, "SQG": 7, "logits of SQG": 0.7}),
     ]
     columns = [(row, hash(name), cost) for row, costs in pieces for name, cost in costs.items()]
     rows, names, costs = (np.array(column) for column in zip(*columns, strict=True))
@@ -530,7 +531,8 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     ]  # fmt: skip
     with mock.patch("verl_prefix.engine.travel.exchange.together", lambda *_: contextlib.nullcontext()):
         ranks = SimpleNamespace(data_size=1)
-        exchange = open_exchange(SimpleNamespace(ranks=ranks), "auto", BatchRows(data), TreeRule(), Loss(None), False)
+        backend = SimpleNamespace(ranks=ranks)
+        exchange = open_exchange(backend, "auto", BatchRows(data), TreeRule(), False, Loss(None), False)
     assert exchange.groups == groups
     pixels = [row["multi_modal_inputs"]["pixel_values"] for row in rows]
     assert pixels[0] is pixels[4] is pixels[1] and pixels[0] is not pixels[3], "equal pixels are held once"
@@ -546,7 +548,7 @@ def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
     rules = [TreeRule(over) for over in ("off", "uid", "batch")]
     found = {rule.scope: (rule.cuts_rows(*one), rule.cuts_rows(*several)) for rule in rules}
     assert found == {"off": (False, False), "uid": (False, True), "batch": (True, True)}
-    assert TreeRule("uid", was_cut=True).cuts_rows(*one)
+    assert [rule.cuts_rows(*one, was_cut=True) for rule in rules] == [False, True, True]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -608,8 +610,8 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
             place = i % (1 + 2 * epochs)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": place == 2 * epochs})
             batch = BatchRows(data, keys=range(rows))
-            exchange = Exchange(batch, [], TreeRule(), set(("bc", "ab")[place % 2]), {})
-            assert metrics.count_rows(exchange, forward_only=place == 0) == {"prefix/split_uids": 0}
+            exchange = Exchange(batch, [], False, set(("bc", "ab")[place % 2]), {})
+            assert metrics.count_rows(exchange, TreeRule(), forward_only=place == 0) == {"prefix/split_uids": 0}
             own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": sum(groups or [3])}
             found = metrics.report(own, batch, forward_only=place == 0)
             assert not any("tokens of" in name for name in found)
@@ -618,25 +620,26 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
 
     with mock.patch("torch.distributed.get_rank", lambda: 0):
         (told,) = said((1000, 16), (600, 8), (650, 8), (1000, 16), (900, 8), (900, 8))
-        assert "which computes them: 1, 250" in told and "trainer_mode=prefix_sync" in told
-        assert "250 tokens more than 1000 in an epoch of this step (+25%)" in told
+        assert "prefix: 1 prompts have rows" in told and "trainer_mode=prefix_sync" in told
+        assert "(250 tokens more than 1000 in an epoch of this step, +25%)" in told
         assert "actor_rollout_ref.actor.prefix.mini_batches=prompts" in told
         assert not said((1000, 16), (505, 8), (505, 8)), "next to nothing"
         alone = [(1000, 16), (0, 8, 0), (0, 8, 0)]
         assert not said(*alone), "verl's own path"
         (told,) = said(*alone, (1000, 16), (600, 8), (650, 8))
-        assert "(+25%)" in told, "of the first step that shares"
+        assert "+25%)" in told, "of the first step that shares"
         assert not said((1000, 16), *[(505, 8)] * 4, epochs=2), "next to nothing in either epoch"
         (told,) = said((1000, 16), *[(600, 8), (650, 8)] * 2, epochs=2)
-        assert "250 tokens more than 1000 in an epoch of this step (+25%)" in told
+        assert "(250 tokens more than 1000 in an epoch of this step, +25%)" in told
         (told,) = said((1000, 16), (600, 8), (650, 8), exchange="off")
-        assert "which computes them: at least 1, 250" in told
+        assert "prefix: at least 1 prompts have rows" in told and "(250 tokens more" in told
         # Other rows than those before; log-probs on verl's own path, or none, as in bypass mode; a custom loss, which
         # keeps rows on ranks that they left for log-probs.
         for batches in ([(1000, 16), (600, 8), (600, 9)], [(0, 16), (600, 8), (600, 8)], [(1000, 16), (0, 8), (0, 8)]):
             (told,) = said(*batches)
             least = "" if batches[1][0] else "at least "
-            assert f"which computes them: {least}1. Set" in told
+            assert f"prefix: {least}1 prompts have rows in several mini-batches, each of" in told
+            assert "computes them again. Set" in told
 
 
 UPDATE = """

@@ -18,26 +18,31 @@ CACHE_BLOCKS = (16, 32, 64, 128, 256)
 
 
 class TreeRule(NamedTuple):
-    """By what rule rows share more than whole prompts.
+    """By what rule rows share more than whole prompts. It is the same for all batches of an engine.
 
     Attributes:
         scope: `PrefixConfig.trees`: "off", or among which rows a tree is looked for, those of a "uid" or a "batch".
         ends: tokens that end a message (`messages.end_tokens`).
         config: the model's config, which names visual tokens.
-        was_cut: whether an earlier batch was cut. Then every later one is, too: log-probs and updates have different
-            rows, and must be cut alike.
     """
 
     scope: str = "off"
     ends: frozenset[int] = frozenset()
     config: Any = None
-    was_cut: bool = False
 
-    def cuts_rows(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
-        """Whether rows are cut at the ends of messages. Under "uid" they are if they are turns: a uid then has several
-        prompts."""
-        are_turns = self.was_cut or len({*zip(uids, keys, strict=True)}) > len({*uids})
-        return self.scope == "batch" or (self.scope == "uid" and are_turns)
+    def cuts_rows(self, uids: Sequence[Hashable], keys: Sequence[Hashable], was_cut: bool = False) -> bool:
+        """Whether the rows of a batch are cut at the ends of messages. Under "uid" they are if they are turns: a uid
+        then has several prompts.
+
+        Args:
+            uids: of each row.
+            keys: of each row: equal where prompts are.
+            was_cut: whether an earlier batch was cut. Then this one is, too: log-probs and updates have different rows,
+                and must be cut alike.
+        """
+        if self.scope == "uid":
+            return was_cut or len({*zip(uids, keys, strict=True)}) > len({*uids})
+        return self.scope == "batch"
 
 
 def group_rows(rows: BatchRows, tree_rule: TreeRule, is_cut: bool) -> list[Group]:
@@ -48,7 +53,8 @@ def group_rows(rows: BatchRows, tree_rule: TreeRule, is_cut: bool) -> list[Group
     Raises:
         ValueError: a row's prompt is empty, or not that of its group: the row did not arrive as it left.
     """
-    groups, prompts = group_by_key(rows.keys, rows.prompt_lens, rows.response_lens), rows.prompts
+    groups = group_by_key(rows.keys, rows.prompt_lens, rows.response_lens)
+    prompts = rows.prompts
     for group in groups:
         if not all(torch.equal(prompts[number], prompts[group.rows[0]]) for number in group.rows):
             raise ValueError(f"rows {[*group.rows]} arrived as one group, and their prompts differ")
@@ -76,7 +82,6 @@ def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group
         groups: of these rows, by `tree_rule`.
     """
     groups_by = {tree_rule.scope: groups}
-    tree_rule = tree_rule._replace(was_cut=False)  # these rows alone decide
     are_turns = tree_rule._replace(scope="uid").cuts_rows(rows.uids, rows.keys)
     for scope in ("off", "uid", "batch"):
         if scope in groups_by:

@@ -83,7 +83,8 @@ class PrefixEngine:
     _trace: TraceWriter | None = None
     # From `initialize` on:
     _planner: Planner | None = None  # with prefix.schedule=stock it stays None
-    tree_rule = TreeRule()  # what rows share, and will share in later batches
+    tree_rule = TreeRule()  # what rows share
+    _was_cut = False  # whether rows of an earlier batch were cut by `tree_rule`
 
     _computes_ref = False  # by the actor without its adapters
 
@@ -186,17 +187,17 @@ class PrefixEngine:
         return output
 
     def _open_exchange(self, mini_batch: MiniBatch) -> Exchange:
-        """Brings rows to the ranks that compute them, groups and counts them. What they share decides `tree_rule` for
-        later batches."""
+        """Brings rows to the ranks that compute them, groups and counts them."""
         rows = mini_batch.given
         if mini_batch.loss.function is None:  # log-probs alone, for which no teacher travels
             rows = rows.with_data(rows.data.exclude(*TEACHER))
         skips_dead = self.prefix_config.skip_zero_advantage and not mini_batch.forward_only
         exchange = open_exchange(
-            self.backend, self.prefix_config.exchange, rows, self.tree_rule, mini_batch.loss, skips_dead
+            self.backend, self.prefix_config.exchange, rows, self.tree_rule, self._was_cut, mini_batch.loss, skips_dead
         )
-        self.tree_rule = exchange.tree_rule
-        mini_batch.metrics |= exchange.metrics | self._step_metrics.count_rows(exchange, mini_batch.forward_only)
+        self._was_cut = exchange.is_cut
+        row_metrics = self._step_metrics.count_rows(exchange, self.tree_rule, mini_batch.forward_only)
+        mini_batch.metrics |= exchange.metrics | row_metrics
         return exchange
 
     @contextmanager

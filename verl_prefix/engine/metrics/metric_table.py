@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 
-class Over(Enum):
+class Reduce(Enum):
     """How several values become one."""
 
     SUM = "sum"
@@ -29,14 +29,15 @@ class Reduction(NamedTuple):
         by_last_stage: the last stage of a pipeline alone counts it. Anything else is counted on every stage.
     """
 
-    batches: Over
-    ranks: Over
+    batches: Reduce
+    ranks: Reduce
     is_reported: bool = True
     by_last_stage: bool = False
 
 
-COUNT, EACH = Reduction(Over.SUM, Over.SUM), Reduction(Over.NONE, Over.NONE)
-_LARGEST, _UNREPORTED = Reduction(Over.SUM, Over.MAX), Reduction(Over.SUM, Over.SUM, is_reported=False)
+COUNT = Reduction(Reduce.SUM, Reduce.SUM)
+EACH = Reduction(Reduce.NONE, Reduce.NONE)
+_LARGEST = Reduction(Reduce.SUM, Reduce.MAX)
 
 # Tokens that verl's path computes, without padding; tokens that ours would compute if every group were one pass.
 ROW_TOKENS, GROUP_TOKENS = "tokens of rows", "tokens of groups"
@@ -72,7 +73,7 @@ METRICS = {
     "timing_s/prefix_phase_b": _LARGEST,
     "timing_s/prefix_phase_c": _LARGEST,
     "timing_s/prefix_verify": _LARGEST,
-    "prefix/phase_b_peak_gib": Reduction(Over.MAX, Over.MAX),
+    "prefix/phase_b_peak_gib": Reduction(Reduce.MAX, Reduce.MAX),
     # verl takes the mean, or the maximum.
     "prefix/placement_imbalance": EACH,
     "prefix/tree_depth": EACH,
@@ -89,7 +90,7 @@ METRICS = {
     "prefix/attention_kept": EACH,
     "prefix/offloaded_gib": EACH,
     # The log and `REUSE` are made of these.
-    **dict.fromkeys((ROW_TOKENS, GROUP_TOKENS, *TREE_TOKENS.values()), _UNREPORTED),
+    **dict.fromkeys((ROW_TOKENS, GROUP_TOKENS, *TREE_TOKENS.values()), COUNT._replace(is_reported=False)),
 }
 # And, of the step's sums: tokens_saved / ROW_TOKENS.
 REUSE = "prefix/reuse_fraction"

@@ -7,7 +7,7 @@ import torch
 
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.grouping import tokens_by_trees
+from verl_prefix.engine.grouping import TreeRule, tokens_by_trees
 from verl_prefix.engine.metrics.metric_table import GROUP_TOKENS, ROW_TOKENS, SPLIT_PROMPTS, TREE_TOKENS
 from verl_prefix.engine.together import together
 from verl_prefix.engine.travel.exchange import Exchange
@@ -34,51 +34,57 @@ class SharingAdvice:
         self._log_prob_totals: Mapping[str, float] = {}  # of the last log-probs
         self._is_first_step = True
 
-    def tree_tokens(self, exchange: Exchange) -> dict[str, float]:
+    def tree_tokens(self, exchange: Exchange, tree_rule: TreeRule) -> dict[str, float]:
         """Counts the tokens that each value of prefix.trees would compute of the first batch, of later ones nothing.
         Every rank calls it."""
         if not self._counts_trees:
             return {}
         self._counts_trees = False
         with together("counting tokens"):
-            tokens = tokens_by_trees(exchange.computed, exchange.tree_rule, exchange.groups)
+            tokens = tokens_by_trees(exchange.computed, tree_rule, exchange.groups)
         return {TREE_TOKENS[name]: number for name, number in tokens.items()}
 
     def tell(self, totals: Mapping[str, float], forward_only: bool) -> None:
         """Gives the warnings that are due after a batch of log-probs, or after a step."""
-        self._tell_of_split_prompts(totals, forward_only)
-        self._tell_of_trees(**{name: totals[metric] for name, metric in TREE_TOKENS.items()})
-
-    def _tell_of_split_prompts(self, totals: Mapping[str, float], forward_only: bool) -> None:
-        """Says once, after the first step that shares, which prompts the trainer put into several mini-batches.
-
-        What that costs follows from the last log-probs of the same rows, which saw their prompts whole. Without any, as
-        in bypass mode without ref, the cost is not said.
-        """
         if forward_only:
             self._log_prob_totals = totals
-        if forward_only or not self._is_first_step or not totals["prefix/groups"]:  # verl's path computes every row
-            return
-        log_probs, self._is_first_step = self._log_prob_totals, False
-        row_tokens, tokens_of_epoch = totals[ROW_TOKENS] / self._epochs, totals[GROUP_TOKENS] / self._epochs
-        tokens, cost = log_probs.get(GROUP_TOKENS, 0.0), ""
-        if tokens and tokens_of_epoch and row_tokens == log_probs[ROW_TOKENS]:
-            more = tokens_of_epoch - tokens
-            if more <= _WORTH_TELLING * tokens:
+        elif self._is_first_step and totals["prefix/groups"]:  # on the stock path no prompt is shared anyway
+            self._is_first_step = False
+            self._tell_of_split_prompts(totals)
+        self._tell_of_trees(**{name: totals[metric] for name, metric in TREE_TOKENS.items()})
+
+    def _tell_of_split_prompts(self, totals: Mapping[str, float]) -> None:
+        """Says of the first step that shares how many prompts the trainer put into several mini-batches, unless that
+        costs next to nothing."""
+        tokens = totals[GROUP_TOKENS] / self._epochs
+        whole_tokens = self._tokens_of_whole_prompts(totals)
+        cost = ""
+        if tokens and whole_tokens:
+            more = tokens - whole_tokens
+            if more <= _WORTH_TELLING * whole_tokens:
                 return
-            cost = f", {more:.0f} tokens more than {tokens:.0f} in an epoch of this step (+{100 * more / tokens:.0f}%)"
+            percent = 100 * more / whole_tokens
+            cost = f" ({more:.0f} tokens more than {whole_tokens:.0f} in an epoch of this step, +{percent:.0f}%)"
         # Where rows do not travel, as under a custom loss, which counts no group tokens, a rank counts its own prompts.
-        is_of_one_rank = self._ranks.data_size > 1 and (self._options.exchange == "off" or not tokens_of_epoch)
-        least = "at least " if is_of_one_rank else ""
+        is_of_one_rank = self._ranks.data_size > 1 and (self._options.exchange == "off" or not tokens)
         if totals[SPLIT_PROMPTS] and torch.distributed.get_rank() == 0:
             logger.warning(
-                "prefix: prompts with rows in several mini-batches, each of which computes them: %s%d%s. Set trainer."
-                "v1.trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async) and, where an agent "
-                "loop returns a row per turn, also actor_rollout_ref.actor.prefix.mini_batches=prompts. Under trainer."
-                "use_v1=false and verl.experimental leave actor_rollout_ref.actor.use_prefix_grouper and trainer."
-                "balance_batch at their defaults, and make ppo_mini_batch_size a multiple of the ranks",
-                least, int(totals[SPLIT_PROMPTS]), cost,
+                "prefix: %s%d prompts have rows in several mini-batches, each of which computes them again%s. "
+                "Set trainer.v1.trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async). "
+                "If an agent loop returns a row per turn, also set "
+                "actor_rollout_ref.actor.prefix.mini_batches=prompts. "
+                "Under trainer.use_v1=false and verl.experimental, leave "
+                "actor_rollout_ref.actor.use_prefix_grouper and trainer.balance_batch at their defaults, "
+                "and make ppo_mini_batch_size a multiple of the ranks",
+                "at least " if is_of_one_rank else "", int(totals[SPLIT_PROMPTS]), cost,
             )  # fmt: skip
+
+    def _tokens_of_whole_prompts(self, totals: Mapping[str, float]) -> float:
+        """Returns the tokens that one epoch of a step would compute if no prompt were split: those of the last
+        log-probs, which saw their prompts whole. It is 0 if the log-probs were of other rows, or there were none, as in
+        bypass mode without ref."""
+        has_same_rows = totals[ROW_TOKENS] / self._epochs == self._log_prob_totals.get(ROW_TOKENS)
+        return self._log_prob_totals.get(GROUP_TOKENS, 0.0) if has_same_rows else 0.0
 
     def _tell_of_trees(self, stock: float, off: float, uid: float, batch: float) -> None:
         """Says of the first batch what each value of prefix.trees computes, where rows are turns or prompts begin
@@ -86,13 +92,13 @@ class SharingAdvice:
         share more: then the numbers are upper bounds. Later batches are not counted: all numbers are 0."""
         if torch.distributed.get_rank():
             return
-        scattered = self._options.trees == "off" and self._ranks.data_size > 1
-        most = "at most " if scattered else ""
+        is_scattered = self._options.trees == "off" and self._ranks.data_size > 1
+        most = "at most " if is_scattered else ""
         if uid != off:
             logger.warning(
                 "prefix: rows of turns: of %d tokens prefix.trees=off (whole prompts alone) computes %d, uid %s%d, "
-                "batch %s%d; %s is on", stock, off, most, uid, most, batch,
-                self._options.trees,
+                "batch %s%d; %s is on",
+                stock, off, most, uid, most, batch, self._options.trees,
             )  # fmt: skip
         elif self._options.trees != "batch" and 0 < batch < (1 - _WORTH_TELLING) * off:
             logger.warning(

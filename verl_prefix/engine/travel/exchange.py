@@ -50,7 +50,7 @@ class Exchange:
     Attributes:
         computed: the rows that this rank computes. Where no row travels they are the rows that it has.
         groups: of these rows.
-        tree_rule: what they share, for this batch and those that follow.
+        is_cut: whether rows were cut at the ends of messages (`group_rows`).
         uids: `uid_hashes` of the rows of all ranks, or of this rank alone where ranks exchange none. Padding's is left
             out.
         metrics: prefix/* and timing_s/* of this rank. `give_back` adds the seconds that it took.
@@ -59,7 +59,7 @@ class Exchange:
 
     computed: BatchRows
     groups: list[Group]
-    tree_rule: TreeRule
+    is_cut: bool
     uids: Set[int]
     metrics: dict[str, float]
     moves: Moves | None = None
@@ -78,43 +78,47 @@ class Exchange:
 
 
 def open_exchange(
-    backend: Backend, option: str, batch: BatchRows, tree_rule: TreeRule, loss: Loss, skips_dead: bool
-) -> Exchange:
+    backend: Backend, exchange_option: str, given: BatchRows, tree_rule: TreeRule, was_cut: bool, loss: Loss,
+    skips_dead: bool,
+) -> Exchange:  # fmt: skip
     """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`,
     unless the batch takes the stock path after all.
 
     Args:
-        option: `prefix.exchange`.
+        exchange_option: `prefix.exchange`.
+        given: the rows that verl handed over on this rank.
         tree_rule: what rows share besides whole prompts.
+        was_cut: as in `TreeRule.cuts_rows`: `is_cut` of the exchange before.
         skips_dead: dead rows are found (`dead_rows`), and cost nothing where rows are placed.
 
     Raises:
         RankError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
-    if skips_dead:  # for the costs by which rows are placed
+    if skips_dead:
         with together("finding rows without gradient"):
-            batch = batch.with_dead(dead_rows.find_dead(loss, batch))
-    computed, metrics = batch, dict[str, float]()
-    moves: Moves | None = None
-    if _rows_may_travel(backend.ranks, option, loss):
-        metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
-        with _timed(metrics):
-            moves = decide_moves(batch, backend.ranks, backend.shape, tree_rule)
-            metrics |= moves.metrics
-            if moves.any_travels:
-                computed, metrics["prefix/exchanged_mib"] = _send_rows(batch, moves)
-    travels = moves is not None and moves.any_travels
+            given = given.with_dead(dead_rows.find_dead(loss, given))
+    if not _rows_may_travel(backend.ranks, exchange_option, loss):
+        return _keep_rows(given, tree_rule, was_cut)
+    metrics: dict[str, float] = {}
+    with _timed(metrics):
+        moves = decide_moves(given, backend.ranks, backend.shape, tree_rule, was_cut)
+        computed, sent_mib = _send_rows(given, moves) if moves.any_travels else (given, 0.0)
+    metrics |= moves.metrics | {"prefix/exchanged_mib": sent_mib}
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
-        if skips_dead and travels:  # again, since rows that arrive bring no mark
-            computed = computed.with_dead(dead_rows.find_dead(loss, computed))
-        if moves is None:
-            share_pixels(computed.pixels)
-        is_cut = moves.is_cut if moves else tree_rule.cuts_rows(computed.uids, computed.keys)
-        groups = group_rows(computed, tree_rule, is_cut)
-    uids = {*(moves.table.uids if moves else uid_hashes(computed))} - {PADDING}
-    tree_rule = tree_rule._replace(was_cut=is_cut)
-    return Exchange(computed, groups, tree_rule, uids, metrics, moves if travels else None)
+        groups = group_rows(computed, tree_rule, moves.is_cut)
+    uids = {*moves.table.uids} - {PADDING}
+    return Exchange(computed, groups, moves.is_cut, uids, metrics, moves if moves.any_travels else None)
+
+
+def _keep_rows(given: BatchRows, tree_rule: TreeRule, was_cut: bool) -> Exchange:
+    """Groups the rows where they are: ranks exchange nothing in this mini-batch."""
+    with together("grouping rows"):
+        given = given.with_data(receive_pixels(given.data))
+        share_pixels(given.pixels)
+        is_cut = tree_rule.cuts_rows(given.uids, given.keys, was_cut)
+        groups = group_rows(given, tree_rule, is_cut)
+    return Exchange(given, groups, is_cut, {*uid_hashes(given)} - {PADDING}, {})
 
 
 def _rows_may_travel(ranks: Ranks, option: str, loss: Loss) -> bool:
@@ -122,20 +126,22 @@ def _rows_may_travel(ranks: Ranks, option: str, loss: Loss) -> bool:
     if option == "off" or ranks.data_size == 1:
         return False
     if not loss.is_known:
-        why = "this loss may read what does not travel (raw_prompt, extra_fields)"
-        warn_once(logger, f"prefix.exchange: rows stay on their ranks where this loss is computed: {why}")
+        unknown_loss = "this loss may read what does not travel (raw_prompt, extra_fields)"
+        warn_once(logger, f"prefix: rows stay on their ranks, since {unknown_loss}")
         return False
     return True
 
 
 @contextmanager
 def _timed(metrics: dict[str, float]) -> Iterator[None]:
+    """Adds the seconds of its body to `metrics`."""
     start = time.perf_counter()
     yield
-    metrics["timing_s/prefix_exchange"] += time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    metrics["timing_s/prefix_exchange"] = metrics.get("timing_s/prefix_exchange", 0.0) + seconds
 
 
-def _send_rows(batch: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
+def _send_rows(given: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
     """Sends rows to the ranks that compute them. Returns those that this rank computes, in the order of
     `Moves.table_rows`, and how many MiB it sent. Every rank calls it.
 
@@ -143,7 +149,7 @@ def _send_rows(batch: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
         RankError: another rank failed, or sent other rows than `moves` says.
     """
     with together("sending rows"):
-        codec = RowCodec.of_batch(batch.data)
+        codec = RowCodec.of_batch(given.data)
         parcels = [
             codec.pack([_without_known_pixels(codec.row(number, number), home, moves) for number in numbers])
             for home, numbers in enumerate(moves.sent)
@@ -156,9 +162,11 @@ def _send_rows(batch: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
         if PIXEL_INPUTS in codec.others:
             rows = _with_pixels(rows, keys)
         # verl's batch of these rows, which also gets what this rank's batch has once.
-        once = {name: x.data for name, x in batch.data.items() if isinstance(x, NonTensorData)}
+        once = {name: x.data for name, x in given.data.items() if isinstance(x, NonTensorData)}
         others = {name: [row.others[name] for row in rows] for name in codec.others}
         computed = BatchRows(tu.get_tensordict(codec.join(rows) | others, once), keys)
+        dead = {number for number, table_row in enumerate(moves.table_rows) if moves.table.is_dead[table_row]}
+        computed = computed.with_dead(dead)
     return computed, sum(map(len, parcels)) / 2**20
 
 

@@ -37,7 +37,7 @@ class Moves:
         any_travels: whether any row of any rank travels.
         kept: numbers of this rank's rows that stay.
         sent: for each rank, numbers of this rank's rows that go there.
-        got: for each rank, numbers that its rows have there which come here.
+        got: for each rank, the numbers there of its rows that come here.
         table_rows: table rows that this rank computes: first those that stay, then those that arrive, by rank.
         metrics: prefix/*, of the placement and of this rank's rows.
     """
@@ -47,7 +47,8 @@ class Moves:
     ) -> None:
         self.table, self.ranks, self.is_cut = table, ranks, is_cut
         self.any_travels = homes != table.ranks
-        rank, self.kept = ranks.data_rank, list[int]()
+        rank = ranks.data_rank
+        self.kept: list[int] = []
         self.sent: list[list[int]] = [[] for _ in range(ranks.data_size)]
         self.got: list[list[int]] = [[] for _ in range(ranks.data_size)]
         for table_row, (source, home) in enumerate(zip(table.ranks, homes, strict=True)):
@@ -71,27 +72,28 @@ class Moves:
         return (self.table.keys[self.table.starts[self.ranks.data_rank] + number], home) in self._holders
 
 
-def decide_moves(batch: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: TreeRule) -> Moves:
+def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: TreeRule, was_cut: bool) -> Moves:
     """Tells all ranks of all rows, and finds a rank for each row. Every rank calls it.
 
     Args:
-        batch: this rank's rows. Rows with equal pixels then hold one tensor of them.
+        given: the rows that verl handed over on this rank. Rows with equal pixels then hold one tensor of them.
+        was_cut: as in `TreeRule.cuts_rows`. Ranks may differ in it after a batch whose rows stayed.
 
     Raises:
         RankError: another rank failed, or ranks placed rows differently.
     """
     with together("describing rows", maxima=("num_rows", "was_cut"), same=("format",)) as described:
-        share_pixels(batch.pixels)
-        descriptions = describe(batch, shape)
+        share_pixels(given.pixels)
+        descriptions = describe(given, shape)
         described.maximum("num_rows", len(descriptions))
-        described.maximum("was_cut", tree_rule.was_cut)  # ranks may differ in it after a batch whose rows stayed
-        described.same("format", RowCodec.of_batch(batch.data).format)
+        described.maximum("was_cut", was_cut)
+        described.same("format", RowCodec.of_batch(given.data).format)
     can_travel = described.is_same("format")
     if not can_travel:
-        warn_once(logger, "prefix.exchange: the ranks' batches have different fields, so that rows stay")
+        warn_once(logger, "prefix: rows stay on their ranks, since the ranks' batches have different fields")
     table = RowTable(_gather(descriptions, described["num_rows"], ranks))
-    is_cut = tree_rule._replace(was_cut=bool(described["was_cut"])).cuts_rows(table.uids, table.keys)
-    pieces = _gather_pieces(batch, ranks, shape, tree_rule) if is_cut else None
+    is_cut = tree_rule.cuts_rows(table.uids, table.keys, bool(described["was_cut"]))
+    pieces = _gather_pieces(given, ranks, shape, tree_rule) if is_cut else None
     with together("placing rows", same=("homes",)) as placed:
         placement = _place(table, pieces, can_travel, ranks.data_size)
         placed.same("homes", placement.ranks)
@@ -109,10 +111,10 @@ def decide_moves(batch: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: T
     return moves
 
 
-def _gather_pieces(batch: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: TreeRule) -> list[torch.Tensor]:
+def _gather_pieces(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: TreeRule) -> list[torch.Tensor]:
     """Returns the pieces of each rank's rows, as `describe_pieces` makes them."""
     with together("describing turns", maxima=("num_pieces",)) as described:
-        pieces = describe_pieces(batch, shape, tree_rule)
+        pieces = describe_pieces(given, shape, tree_rule)
         described.maximum("num_pieces", len(pieces))
     return _gather(pieces, described["num_pieces"], ranks)
 
@@ -121,7 +123,8 @@ def _gather(table: torch.Tensor, most: int, ranks: Ranks) -> list[torch.Tensor]:
     """Returns the int64 tables of all ranks. Each rank sends a row with the length of its table, and then the table,
     padded to `most` rows."""
     padded = torch.zeros(most + 1, table.shape[1], dtype=torch.int64)
-    padded[0, 0], padded[1 : len(table) + 1] = len(table), table
+    padded[0, 0] = len(table)
+    padded[1 : len(table) + 1] = table
     device = get_device_name()
     tables = torch.empty(ranks.data_size, *padded.shape, dtype=torch.int64, device=device)
     dist.all_gather(list(tables), padded.to(device), group=ranks.data)

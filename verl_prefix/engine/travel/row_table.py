@@ -29,6 +29,7 @@ ROW = np.dtype(
         ("pixel_cost", "f8"),
         ("has_pixels", "i8"),  # whether the row has its group's pixels
         ("length", "i8"),  # in tokens
+        ("is_dead", "i8"),  # `dead_rows`
         ("uid", "i8"),  # 64 bits of a hash, or `PADDING`
         ("session", "i8"),  # 64 bits of a hash
     ]
@@ -38,19 +39,21 @@ ROW = np.dtype(
 def describe(rows: BatchRows, shape: ModelShape) -> torch.Tensor:
     """Describes this rank's rows to all ranks: int64 [rows, columns], a `ROW` of each row. Dead rows cost nothing."""
     cost = functools.cache(functools.partial(row_cost, shape))
-    columns = zip(
-        rows.digests, rows.prompt_lens, rows.response_lens, itertools.pairwise(rows.offsets),
-        map(num_patches, rows.pixels), rows.uids, tu.get(rows.data, "session_id", [None] * len(rows)),
-        uid_hashes(rows), strict=True,
-    )  # fmt: skip
-    table = []
-    for number, (key, prompt_len, response_len, (start, end), patches, uid, session, uid_hash) in enumerate(columns):
-        is_dead = number in rows.dead
-        text_costs = cost(0, 0) if is_dead else cost(max(prompt_len - 1, 0), response_len)
-        costs = *text_costs, cost(0, 0, 0 if is_dead else patches)[0]
-        key_halves = np.frombuffer(key, np.int64)
-        table.append((key_halves, *costs, patches > 0, end - start, uid_hash, _hash(f"{uid} {session}")))
-    return torch.from_numpy(np.array(table, ROW).view(np.int64).reshape(-1, ROW.itemsize // 8))
+    patches = [num_patches(row_pixels) for row_pixels in rows.pixels]
+    sessions = tu.get(rows.data, "session_id", [None] * len(rows))
+    table = np.zeros(len(rows), ROW)
+    table["key"] = np.frombuffer(b"".join(rows.digests), np.int64).reshape(-1, 2)
+    table["has_pixels"] = [num > 0 for num in patches]
+    table["length"] = np.diff(rows.offsets)
+    table["uid"] = uid_hashes(rows)
+    table["session"] = [_hash(f"{uid} {session}") for uid, session in zip(rows.uids, sessions, strict=True)]
+    for number, (prompt_len, response_len) in enumerate(zip(rows.prompt_lens, rows.response_lens, strict=True)):
+        if number in rows.dead:
+            table["is_dead"][number] = True
+            continue
+        table["prefix_cost"][number], table["suffix_cost"][number] = cost(max(prompt_len - 1, 0), response_len)
+        table["pixel_cost"][number] = cost(0, 0, patches[number])[0]
+    return torch.from_numpy(table.view(np.int64).reshape(-1, ROW.itemsize // 8))
 
 
 def uid_hashes(rows: BatchRows) -> list[int]:
@@ -71,16 +74,20 @@ class RowTable:
     Attributes:
         ranks: the rank that has each row.
         starts: the first table row of each rank, and the end.
+        prefix_costs: of each row, with its pixels.
     """
 
     def __init__(self, tables: Sequence[torch.Tensor]) -> None:
         rows = torch.cat(list(tables)).contiguous().numpy().view(ROW)[:, 0]
         self.keys = [(low, high) for low, high in rows["key"].tolist()]
-        self.pixel_costs = rows["pixel_cost"]
-        self.prefix_costs = (rows["prefix_cost"] + self.pixel_costs).tolist()
+        self.pixel_costs: list[float] = rows["pixel_cost"].tolist()
+        self.prefix_costs: list[float] = (rows["prefix_cost"] + rows["pixel_cost"]).tolist()
         self.suffix_costs: list[float] = rows["suffix_cost"].tolist()
-        self.has_pixels, self.lens = rows["has_pixels"].tolist(), rows["length"].tolist()
-        self.uids, self.sessions = rows["uid"].tolist(), rows["session"].tolist()
+        self.has_pixels: list[int] = rows["has_pixels"].tolist()
+        self.is_dead: list[int] = rows["is_dead"].tolist()
+        self.lens: list[int] = rows["length"].tolist()
+        self.uids: list[int] = rows["uid"].tolist()
+        self.sessions: list[int] = rows["session"].tolist()
         self.ranks = [rank for rank, table in enumerate(tables) for _ in range(len(table))]
         self.starts = list(itertools.accumulate(map(len, tables), initial=0))
 
