@@ -39,8 +39,10 @@ COUNT = Reduction(Reduce.SUM, Reduce.SUM)
 EACH = Reduction(Reduce.NONE, Reduce.NONE)
 _LARGEST = Reduction(Reduce.SUM, Reduce.MAX)
 
-# Tokens that verl's path computes, without padding; tokens that ours would compute if every group were one pass.
-ROW_TOKENS, GROUP_TOKENS = "tokens of rows", "tokens of groups"
+# Tokens that the stock path computes, without padding.
+ROW_TOKENS = "tokens of rows"
+# Tokens that the shared path would compute if every group were one pass.
+GROUP_TOKENS = "tokens of groups"
 # Prompts with rows in several mini-batches of an epoch.
 SPLIT_PROMPTS = "split prompts"
 # Of the first batch, what each value of prefix.trees computes: see `grouping.tokens_by_trees`.

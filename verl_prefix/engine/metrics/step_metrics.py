@@ -47,10 +47,12 @@ class StepMetrics:
 
     def _split_prompts(self) -> Set[Hashable]:
         """Finds prompts with rows in several mini-batches of an epoch of the step, which is over."""
-        num_of_epoch = -(-len(self._uids) // self._epochs)
-        epochs = (self._uids[start : start + num_of_epoch] for start in range(0, len(self._uids), num_of_epoch))
-        counts = (Counter(itertools.chain(*epoch)) for epoch in epochs)
-        return {prompt for count in counts for prompt, times in count.items() if times > 1}
+        split: set[Hashable] = set()
+        per_epoch = -(-len(self._uids) // self._epochs)
+        for start in range(0, len(self._uids), per_epoch):
+            num_mini_batches = Counter(itertools.chain(*self._uids[start : start + per_epoch]))
+            split |= {uid for uid, num in num_mini_batches.items() if num > 1}
+        return split
 
     def report(self, metrics: Mapping[str, float], given: BatchRows, forward_only: bool) -> dict[str, list[float]]:
         """Returns what a rank reports after a batch whose own metrics are `metrics`.

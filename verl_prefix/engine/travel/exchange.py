@@ -48,7 +48,7 @@ class Exchange:
     """The rows of a mini-batch that this rank computes, and the way back of their outputs.
 
     Attributes:
-        computed: the rows that this rank computes. Where no row travels they are the rows that it has.
+        computed: the rows that this rank computes. Where no row travels they are the given ones.
         groups: of these rows.
         is_cut: whether rows were cut at the ends of messages (`group_rows`).
         uids: `uid_hashes` of the rows of all ranks, or of this rank alone where ranks exchange none. Padding's is left

@@ -56,9 +56,8 @@ class RowCodec:
         """Takes from `data` what travels with its rows."""
         values = {name: data.get(name) for name in data.keys() if not isinstance(data.get(name), NonTensorData)}
         tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
-        return cls(
-            tensors, {name: values[name].tolist() for name in TRAVELLING if name in values and name not in tensors}
-        )
+        others = {name: values[name].tolist() for name in TRAVELLING if name in values and name not in tensors}
+        return cls(tensors, others)
 
     @functools.cached_property
     def _rows(self) -> dict[str, Sequence[torch.Tensor]]:

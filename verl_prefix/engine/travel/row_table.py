@@ -97,8 +97,7 @@ class RowTable:
 
     def by_group(self, num_ranks: int) -> Placement:
         """Places each group on one rank, as `place_rows` does."""
-        args = self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks
-        return place_rows(*args, self.has_pixels)
+        return place_rows(self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks, self.has_pixels)
 
     def by_session(self, num_ranks: int, pieces: Sequence[torch.Tensor]) -> Placement:
         """Places each uid on one rank, or its sessions on several where balance needs it. All rows of a session are on

@@ -49,7 +49,7 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> 
     shorter, may have the same name at a lower cost; `_cheapest_pieces` takes that.
     """
     cost = functools.cache(functools.partial(row_cost, shape))
-    numbers, piece_ends, costs, is_logits = list[int](), list[int](), list[float](), list[bool]()
+    numbers, piece_ends, costs, is_logits = list[int](), list[int](), list[float](), list[bool]()  # of each piece
     lens_and_cuts = zip(rows.prompt_lens, rows.response_lens, row_cuts(rows, tree_rule), strict=True)
     for number, (prompt_len, response_len, cuts) in enumerate(lens_and_cuts):
         if not response_len or number in rows.dead:
@@ -57,11 +57,12 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> 
         inner_cuts = sorted({cut for cut in cuts if 0 < cut < prompt_len})
         ends = [*inner_cuts[:1], *inner_cuts[1:][-LAST_CUTS:], prompt_len + response_len - 1]
         costs_to_end = [cost(end, 0)[0] for end in ends]
+        layer_costs = [after - before for before, after in itertools.pairwise([0.0, *costs_to_end])]
         # The whole row, less all its layers: what is left is lm_head.
         logits_cost = sum(cost(prompt_len - 1, response_len)) - costs_to_end[-1]
         numbers += [number] * (len(ends) + 1)
         piece_ends += [*ends, ends[-1]]
-        costs += [*(after - before for before, after in itertools.pairwise([0.0, *costs_to_end])), logits_cost]
+        costs += [*layer_costs, logits_cost]
         is_logits += [False] * len(ends) + [True]
     names = Hashes(mix(rows.data["input_ids"].values().cpu()), rows.offsets).of(numbers, piece_ends)
     names = torch.where(torch.tensor(is_logits, dtype=torch.bool), ~names, names)
@@ -81,36 +82,36 @@ def costs_of_sessions(
         pieces: of all rows, as `describe_pieces` makes them, by table rows in place of numbers.
         pixel_costs: of each table row.
     """
-    costs_by_name = _cheapest_pieces(sessions, pieces)
+    session_pieces = _cheapest_pieces(sessions, pieces)
     trunk_costs = [0.0] * len(sessions)
     branch_costs = [0.0] * len(sessions)
     for sessions_of_uid in rows_by_key(uids).values():
-        num_holders = Counter(name for session in sessions_of_uid for name in costs_by_name[session])
-        trunk = {name for name, num in num_holders.items() if num == len(sessions_of_uid)}
-        most_pixels = max(pixel_costs[table_row] for session in sessions_of_uid for table_row in sessions[session])
-        costs_in_trunk = [
-            cost for session in sessions_of_uid for name, cost in costs_by_name[session].items() if name in trunk
-        ]
-        trunk_cost = sum(costs_in_trunk) / len(sessions_of_uid)  # the mean: sessions may differ, see `describe_pieces`
+        num_sessions = Counter(name for session in sessions_of_uid for name in session_pieces[session])
+        trunk = {name for name, num in num_sessions.items() if num == len(sessions_of_uid)}
+        trunk_cost, most_pixels = 0.0, 0.0
+        for session in sessions_of_uid:
+            cost_in_trunk = sum(cost for name, cost in session_pieces[session].items() if name in trunk)
+            trunk_cost += cost_in_trunk / len(sessions_of_uid)  # a mean: sessions may differ, see `describe_pieces`
+            most_pixels = max(most_pixels, *(pixel_costs[table_row] for table_row in sessions[session]))
         for session in sessions_of_uid:
             trunk_costs[session] = trunk_cost + most_pixels
-            branch_costs[session] = sum(cost for name, cost in costs_by_name[session].items() if name not in trunk)
+            branch_costs[session] = sum(cost for name, cost in session_pieces[session].items() if name not in trunk)
     return trunk_costs, branch_costs
 
 
 def _cheapest_pieces(sessions: Sequence[Sequence[int]], pieces: torch.Tensor) -> list[dict[int, float]]:
-    """Returns the pieces of each session: their costs by their names. A piece of several rows has the lowest cost that
-    one of these rows tells of it.
+    """Returns the pieces of each session, their costs by their names. A piece of several rows has the lowest cost that
+    any of the rows tells.
 
     Args:
         sessions: as in `costs_of_sessions`.
         pieces: as in `costs_of_sessions`.
     """
     session_of_row = {table_row: session for session, table_rows in enumerate(sessions) for table_row in table_rows}
-    costs_by_name: list[dict[int, float]] = [{} for _ in sessions]
+    session_pieces: list[dict[int, float]] = [{} for _ in sessions]
     table_rows, names, cost_bits = pieces.unbind(1)
     costs = cost_bits.contiguous().view(torch.float64)
     for table_row, name, cost in zip(table_rows.tolist(), names.tolist(), costs.tolist(), strict=True):
-        costs_of_session = costs_by_name[session_of_row[table_row]]
-        costs_of_session[name] = min(cost, costs_of_session.get(name, inf))
-    return costs_by_name
+        costs_by_name = session_pieces[session_of_row[table_row]]
+        costs_by_name[name] = min(cost, costs_by_name.get(name, inf))
+    return session_pieces
