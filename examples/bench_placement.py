@@ -199,8 +199,8 @@ def home_of_turns(rows: Turns, ranks: int, by_session: bool) -> tuple[np.ndarray
     key = mixed(np.where(rows.turn == 0, rows.uid, rows.session * 256 + rows.turn + 2**42))
     bits = [(x + 0.0).view(np.int64) for x in (total - suffix, suffix)]
     nothing, uid, session = np.zeros_like(key), mixed(rows.uid), mixed(rows.session + 2**43)
-    columns = torch.from_numpy(np.stack([key, key, *bits, nothing, nothing, rows.length, uid, session], 1))
-    tables = [columns[a:b] for a, b in itertools.pairwise(bounds)]
+    columns = np.stack([key, key, *bits, nothing, nothing, rows.length, nothing, uid, session], 1)
+    tables = [torch.from_numpy(columns[a:b]) for a, b in itertools.pairwise(bounds)]
     # What ranks tell each other of a row: the first piece, and of the others the last.
     first = np.searchsorted(rows.row, np.arange(len(rows.uid)))
     place, begins = np.arange(len(rows.row)), np.maximum(first + 1, last - LAST_CUTS)[rows.row]
