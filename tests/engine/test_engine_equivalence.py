@@ -746,7 +746,7 @@ def _names_another_ranks_layer(models: dict) -> None:
 
     def attention(self, *_: object, **__: object) -> None:
         ratio, layer = (9.0, 1) if last else (4.0, 0)
-        self.worst_attention = Figure(ratio, 2.0, f"attention of layer {layer} from dense float64")
+        self.worst_attention = Figure(ratio, 2.0, f"attention of layer {layer} differs from dense float64")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="attention of layer 1 .*by 9 times"):
         patch.setattr(LayerProbe, "attention", attention)

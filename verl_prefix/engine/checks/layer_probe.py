@@ -75,7 +75,8 @@ class LayerProbe:
             truth = whole(row, 0)[len(path) :]
             moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[len(path) :]
             ratio = ratio_of(sum_of_squares(out[segment] - truth), sum_of_squares(moved - truth))
-            self.worst_recurrence = max(self.worst_recurrence, Figure(ratio, MAX_RECURRENCE, f"{key} from whole rows"))
+            figure = Figure(ratio, MAX_RECURRENCE, f"{key} differs from whole rows")
+            self.worst_recurrence = max(self.worst_recurrence, figure)
 
     @torch.no_grad()
     def attention(
@@ -94,7 +95,7 @@ class LayerProbe:
                 truth, rounded = _dense(q[queries], keys, values, sinks=sinks, params=params, position=position)
             error += (out[queries] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
-        where = f"attention of layer {layer} from dense float64"
+        where = f"attention of layer {layer} differs from dense float64"
         self.worst_attention = max(self.worst_attention, Figure(ratio_of(error, noise), MAX_ATTENTION, where))
 
 

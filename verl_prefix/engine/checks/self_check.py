@@ -175,5 +175,5 @@ class Comparison:
             # Nothing compares with a gradient that is not finite on the stock path either, as under a loss scale of
             # fp16, which falls after such a step.
             if math.isfinite(norm) and ratio > worst.ratio:
-                worst = Figure(ratio, MAX_GRADIENTS, f"gradients of {name} from the stock path's")
+                worst = Figure(ratio, MAX_GRADIENTS, f"gradients of {name} differ from the stock path's")
         return Figure(outputs_ratio, MAX_OUTPUTS, f"{self._outputs_name} differ from the stock path's"), worst
