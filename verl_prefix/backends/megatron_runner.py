@@ -26,10 +26,10 @@ class MegatronRunner(PlanRunner):
 
     module: Any = None
 
-    def run(self, tokens: TokenBatch, plan: Plan) -> None:
+    def run(self, batch: TokenBatch, plan: Plan) -> None:
         if self.backward is None:
-            with self._recording(tokens):
-                self.run_passes(tokens, plan)
+            with self._recording(batch):
+                self.run_passes(batch, plan)
             return
         # Where routers have auxiliary losses all passes are packed (`config.megatron.check_built`), and dummies have no
         # such loss. mcore divides by all passes. This weight undoes the dummies' share.
@@ -39,13 +39,13 @@ class MegatronRunner(PlanRunner):
             # Else mcore's hooks insist on a gradient, and its fused kernels leave none in the phase C of a prefix that
             # waits on the host: in place of a parameter they find a tensor without mcore's marks.
             with self.module.no_sync(), replaced(self.module.ddp_config, "overlap_grad_reduce", False):
-                self.run_passes(tokens, plan)
+                self.run_passes(batch, plan)
             if self.module.ddp_config.overlap_grad_reduce:
                 self.module.start_grad_sync()
             config = unwrapped(self.module).config
             # Under context parallelism Megatron-Bridge sets calculate_per_token_loss: mcore then sums gradients over
             # ranks, and divides by the ranks' token counts. A count of 1 on each rank makes that the mean, as without.
-            count = torch.ones((), dtype=torch.int, device=tokens.input_ids.device)
+            count = torch.ones((), dtype=torch.int, device=batch.input_ids.device)
             config.finalize_model_grads_func([self.module], count if config.calculate_per_token_loss else None)
         except BaseException:
             for counted in router_counts(self.module):  # else the next update would count these tokens, too
@@ -53,19 +53,19 @@ class MegatronRunner(PlanRunner):
             raise
 
     @contextmanager
-    def _recording(self, tokens: TokenBatch) -> Iterator[None]:
+    def _recording(self, batch: TokenBatch) -> Iterator[None]:
         """Context of passes that may record routes. Each stage records its layers'; then every stage gets all."""
-        if not tokens.records:
+        if not batch.records:
             yield
             return
-        assert tokens.routes is not None
-        tokens.routes.fill_(-1)  # routers choose
+        assert batch.routes is not None
+        batch.routes.fill_(-1)  # routers choose
         yield
-        tokens.routes.clamp_(min=0)  # of tokens that nobody computed
-        gather_routes(tokens.routes, tokens.input_ids.device)
+        batch.routes.clamp_(min=0)  # of tokens that nobody computed
+        gather_routes(batch.routes, batch.input_ids.device)
 
-    def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
+    def run_passes(self, batch: TokenBatch, plan: Plan) -> None:
         """Runs all passes, without what mcore does once after them."""
         if self.backward is not None:
-            scale_auxiliary_losses(self.module, len(plan.passes), tokens.input_ids.device)
-        super().run(tokens, plan)
+            scale_auxiliary_losses(self.module, len(plan.passes), batch.input_ids.device)
+        super().run(batch, plan)

@@ -48,16 +48,16 @@ class _MicroBatch(NamedTuple):
     where: tuple[str, str]
 
 
-def _micro_batch(planned: PackedPass, tokens: TokenBatch, outer: PhaseA | None = None, part: str = "") -> _MicroBatch:
+def _micro_batch(planned: PackedPass, batch: TokenBatch, outer: PhaseA | None = None, part: str = "") -> _MicroBatch:
     caches = outer.caches if outer else ()
-    return _MicroBatch(packed_row_of(planned, tokens, outer), caches, (planned.phase, part))
+    return _MicroBatch(packed_row_of(planned, batch, outer), caches, (planned.phase, part))
 
 
 @dataclass(eq=False)
 class PipelineRunner(MegatronRunner):
     """A runner for several stages, each of which has a part of the layers. Every stage has the same plan."""
 
-    def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
+    def run_passes(self, batch: TokenBatch, plan: Plan) -> None:
         assert plan.depth < 2, "stages run phases A apart, and would leave out what is nested in them"
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
         if self.backward is None:  # then nothing of a prefix is wanted after its waves
@@ -66,38 +66,38 @@ class PipelineRunner(MegatronRunner):
         neighbours = Neighbours(unwrapped(self.module))
         with self.forward.model.grouped_attention():
             for phased in rounds:
-                self._run_round(tokens, packed, phased, neighbours)
+                self._run_round(batch, packed, phased, neighbours)
                 packed = []  # all have run, in the first round
 
     def _run_round(
-        self, tokens: TokenBatch, packed: Sequence[PackedPass], phased: Sequence[PhasedPass], neighbours: Neighbours
+        self, batch: TokenBatch, packed: Sequence[PackedPass], phased: Sequence[PhasedPass], neighbours: Neighbours
     ) -> None:
         """Runs phases A, then packed passes and waves by one 1F1B, then phases C."""
-        device = tokens.input_ids.device
+        device = batch.input_ids.device
         with ExitStack() as open_caches:
-            begun = [self._begin(tokens, planned, neighbours, open_caches) for planned in phased]
-            micro_batches = [_micro_batch(planned, tokens) for planned in packed]
+            begun = [self._begin(batch, planned, neighbours, open_caches) for planned in phased]
+            micro_batches = [_micro_batch(planned, batch) for planned in packed]
             for planned, phase_a, _ in begun:
                 for number, wave in enumerate(planned.waves, start=1):
                     part = f"wave {number} of {len(planned.waves)}"
-                    micro_batches.append(_micro_batch(wave, tokens, phase_a, part))
+                    micro_batches.append(_micro_batch(wave, batch, phase_a, part))
             groups = [group for micro_batch in micro_batches for group in micro_batch.packed_row.groups]
             with ExitStack() as measured:
                 if begun:
                     measured.enter_context(self.meter.between_a_and_c(device))
                 measured.enter_context(self.meter.phase("wave" if begun else "packed", groups, device))
-                self._run_1f1b(tokens, micro_batches)
+                self._run_1f1b(batch, micro_batches)
             micro_batches.clear()  # and with them the caches that they read
             while begun:
                 self._phase_c(begun.pop(), neighbours, device)
 
-    def _begin(self, tokens: TokenBatch, planned: PhasedPass, neighbours: Neighbours, open_caches: ExitStack) -> _Begun:
+    def _begin(self, batch: TokenBatch, planned: PhasedPass, neighbours: Neighbours, open_caches: ExitStack) -> _Begun:
         """Runs a phase A. Hidden states come from the stage before and go to the next one. `open_caches` frees
         its cache."""
-        cache = open_caches.enter_context(self.prefix_cache(tokens.input_ids.device))
+        cache = open_caches.enter_context(self.prefix_cache(batch.input_ids.device))
         received = neighbours.receive_hidden()
         neighbours.take(received)
-        phase_a = self.phase_a(tokens, planned, cache)
+        phase_a = self.phase_a(batch, planned, cache)
         neighbours.send_hidden(phase_a.output)
         if isinstance(cache, OffloadedPrefixCache):  # which has copied to the host what backward needs of these
             cache.put_away()
@@ -106,7 +106,7 @@ class PipelineRunner(MegatronRunner):
                     hidden.data = hidden.new_empty(()).expand_as(hidden)
         return _Begun(planned, phase_a, received)
 
-    def _run_1f1b(self, tokens: TokenBatch, micro_batches: Sequence[_MicroBatch]) -> None:
+    def _run_1f1b(self, batch: TokenBatch, micro_batches: Sequence[_MicroBatch]) -> None:
         """Runs forwards and backwards of packed passes and waves in mcore's order."""
         assert self.step is not None
         step, left = self.step, iter(micro_batches)
@@ -122,7 +122,7 @@ class PipelineRunner(MegatronRunner):
                         cache.put_away()
                 annotated = PassNote(phase, packed_row.groups, part)
                 with annotated:
-                    done = self.forward.packed(tokens, packed_row, caches)
+                    done = self.forward.packed(batch, packed_row, caches)
                 backwards.follow(done.outputs, annotated)
 
                 def loss(outputs: torch.Tensor) -> torch.Tensor:
