@@ -38,7 +38,9 @@ class VerlHFEngine(VerlEngine, Protocol):
     ulysses_parallel_group: torch.distributed.ProcessGroup | None
     use_ulysses_sp: bool
 
-    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: TensorDict, *more: Any) -> Any: ...
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable[..., Any] | None
+    ) -> Any: ...
 
 
 class HFBackend(Backend):

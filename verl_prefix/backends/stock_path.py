@@ -1,9 +1,8 @@
 """The stock path of FSDP2: verl's engine on rows as they come, set so that it computes them right."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -50,53 +49,88 @@ def wrong_when_sharded(model: Any, attention: str) -> str | None:
     return sharding_leak(model)
 
 
+class _RoutedMicroBatches:
+    """Methods of verl's engine before and after the forward of a micro-batch, which also mind its routes.
+
+    Attributes:
+        routes: [t, layers, k] int16, of the tokens in the forward that runs; None: routers choose.
+    """
+
+    def __init__(self, engine: VerlFSDPEngine, replay: Replay) -> None:
+        self.routes: torch.Tensor | None = None
+        self._engine, self._replay = engine, replay
+        self._verls_inputs, self._verls_outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[Any, Any]:
+        """Calls verl's method, and lays out routes as verl lays out tokens."""
+        model_inputs, output_args = self._verls_inputs(micro_batch)
+        routes = self._routes_of_rows(micro_batch)
+        self.routes = None if routes is None else self._laid_out(routes, micro_batch, output_args)
+        return model_inputs, output_args
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable[..., Any] | None
+    ) -> Any:
+        """Calls verl's method, and adds the routes that were recorded."""
+        model_output = self._verls_outputs(output, output_args, micro_batch, logits_processor_func)
+        if _records(micro_batch):
+            model_output[ROUTES] = self._recorded(micro_batch, output_args)
+        return model_output
+
+    def _routes_of_rows(self, micro_batch: TensorDict) -> torch.Tensor | None:
+        """Returns the rows' routes, jagged. Where the forward is to record them they are zeros, which are no record
+        (`Replay`)."""
+        if ROUTES in micro_batch.keys():
+            return micro_batch[ROUTES]
+        if not _records(micro_batch):  # ref's
+            return None
+        ids = micro_batch["input_ids"]
+        no_record = ids.values().new_zeros(
+            len(ids.values()), self._replay.layers, self._replay.chosen, dtype=torch.int16
+        )
+        return torch.nested.nested_tensor_from_jagged(no_record, ids.offsets())
+
+    def _laid_out(self, routes: torch.Tensor, micro_batch: TensorDict, output_args: Any) -> torch.Tensor:
+        """Pads the rows' routes, or packs them and cuts them among ranks, as verl does with tokens."""
+        rows = list(routes.unbind())
+        if not _is_packed(micro_batch):
+            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
+        padding = rows[0].new_zeros(output_args["pad_size"], *rows[0].shape[1:])
+        packed = torch.cat([*rows, padding])
+        return slice_input_tensor(packed, 0, padding=False) if self._engine.use_ulysses_sp else packed
+
+    def _recorded(self, micro_batch: TensorDict, output_args: Any) -> torch.Tensor:
+        """Undoes `_laid_out`: returns the rows' routes, jagged."""
+        assert self.routes is not None
+        offsets = micro_batch["input_ids"].offsets()
+        if _is_packed(micro_batch):  # by bytes, since collectives know no int16
+            gathered = self._engine._gather_and_unpad_packed(self.routes.view(torch.uint8), output_args["pad_size"])
+            routes = gathered.view(torch.int16)
+        else:
+            lens = offsets.diff().tolist()
+            rows = self.routes.chunk(len(lens))
+            routes = torch.cat([row[:length] for row, length in zip(rows, lens, strict=True)])
+        return torch.nested.nested_tensor_from_jagged(routes, offsets)
+
+
+def _records(micro_batch: TensorDict) -> bool:
+    return bool(tu.get_non_tensor_data(micro_batch, RECORDS, False))
+
+
+def _is_packed(micro_batch: TensorDict) -> bool:
+    return bool(tu.get_non_tensor_data(micro_batch, "use_remove_padding", True))
+
+
 @contextmanager
 def replaying(engine: VerlFSDPEngine, replay: Replay) -> Iterator[None]:
     """Context in which verl's `engine` replays the routes of its micro-batches, or records them where these have the
-    flag `RECORDS`. verl does neither for FSDP. Routes are padded and cut as verl pads and cuts tokens."""
-    running = SimpleNamespace(routes=None)
-    verls_inputs, verls_outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
-
-    def records(micro_batch: TensorDict) -> bool:
-        return bool(tu.get_non_tensor_data(micro_batch, RECORDS, False))
-
-    def is_packed(micro_batch: TensorDict) -> bool:
-        return bool(tu.get_non_tensor_data(micro_batch, "use_remove_padding", True))
-
-    def inputs_with_routes(micro_batch: TensorDict) -> Any:
-        model_inputs, args = verls_inputs(micro_batch)
-        ids, routes, running.routes = micro_batch["input_ids"], micro_batch.get(ROUTES, None), None
-        if routes is None:
-            if not records(micro_batch):  # ref's
-                return model_inputs, args
-            # Zeros: no record, see `engine.backend.Replay`.
-            unrecorded = torch.zeros(len(ids.values()), replay.layers, replay.chosen, dtype=torch.int16)
-            routes = torch.nested.nested_tensor_from_jagged(unrecorded.to(ids.device), ids.offsets())
-        rows = list(routes.unbind())
-        if is_packed(micro_batch):
-            flat = torch.cat([*rows, rows[0].new_zeros(args["pad_size"], replay.layers, replay.chosen)])
-            running.routes = slice_input_tensor(flat, 0, padding=False) if engine.use_ulysses_sp else flat
-        else:
-            running.routes = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
-        return model_inputs, args
-
-    def outputs_with_routes(output: Any, output_args: Any, micro_batch: TensorDict, **more: Any) -> Any:
-        model_output = verls_outputs(output, output_args, micro_batch, **more)
-        if records(micro_batch):
-            ids, routes = micro_batch["input_ids"], running.routes
-            if is_packed(micro_batch):  # by bytes, since collectives know no int16
-                whole = engine._gather_and_unpad_packed(routes.view(torch.uint8), output_args["pad_size"])
-                routes = whole.view(torch.int16)
-            else:
-                lens = ids.offsets().diff().tolist()
-                routes = torch.cat([row[:n] for row, n in zip(routes.chunk(len(lens)), lens, strict=True)])
-            model_output[ROUTES] = torch.nested.nested_tensor_from_jagged(routes, ids.offsets())
-        return model_output
-
+    flag `RECORDS`. verl does neither for FSDP."""
+    micro_batches = _RoutedMicroBatches(engine, replay)
     with (
-        replayed_routers(engine.module, running), replaced(engine, "prepare_model_inputs", inputs_with_routes),
-        replaced(engine, "prepare_model_outputs", outputs_with_routes),
-    ):  # fmt: skip
+        replayed_routers(engine.module, micro_batches),
+        replaced(engine, "prepare_model_inputs", micro_batches.prepare_model_inputs),
+        replaced(engine, "prepare_model_outputs", micro_batches.prepare_model_outputs),
+    ):
         yield
 
 
@@ -128,7 +162,8 @@ class FSDPStockPath:
         """Computes a batch, without the fused kernels that the user asked for; returns verl's output. Rows are padded
         where packed ones would get wrong positions. Micro-batches have one row where packed rows would leak state. Each
         rank of a slice group computes all rows alone where verl's sequence parallelism would be wrong."""
-        data, module = data.copy(), self._engine.module
+        data = data.copy()
+        module = self._engine.module
         if self._unfused:
             tu.assign_non_tensor(data, use_fused_kernels=False)
         packs = tu.get_non_tensor_data(data, "use_remove_padding", True)
