@@ -42,9 +42,10 @@ from verl_prefix.core.packed_row import PackedRow, pack_groups
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import StockFacts
 from verl_prefix.engine.checks import self_check as verify
+from verl_prefix.engine.checks.both_paths import plan_to_check
 from verl_prefix.engine.checks.checked_rows import candidates
 from verl_prefix.engine.checks.layer_probe import MAX_ATTENTION, MAX_RECURRENCE, Figure, LayerProbe
-from verl_prefix.engine.checks.verify import Verification, plan_to_check
+from verl_prefix.engine.checks.verify import Verification
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.models.gradients import gradients_aside
@@ -119,7 +120,7 @@ def verdict(
     batch = random_rollouts([(40 + seed % 7, [20 + seed % 5, 11])], 256, seed)
     if rows:
         batch = rollouts(rows, seed)
-    for weight in batch.weights:  # as of `verify._weighted_loss`
+    for weight in batch.weights:  # as of `both_paths._weighted_loss`
         weight.copy_(1 / torch.arange(1, len(weight) + 1))
 
     def deepest(groups):
@@ -451,9 +452,9 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
 
 
 def test_what_missed_is_said_first():
-    right, wrong, none = Figure(1.0, 2.0, "this is off"), Figure(float("nan"), 2.0, "that is off"), Figure(0.0, 2.0, "")
+    right, wrong, none = Figure(1.0, 2.0, "this is off"), Figure(float("inf"), 2.0, "that is off"), Figure(0.0, 2.0, "")
     said = str(verify.Verdict(right, wrong, none, right)).split("; within limits: ")
-    assert said[0].startswith("that is off by nan") and said[1].count("this is off by 1 times") == 2
+    assert said[0].startswith("that is off by inf") and said[1].count("this is off by 1 times") == 2
     assert str(verify.Verdict(right, none, none, none)).startswith("this is off by 1 times")
 
 

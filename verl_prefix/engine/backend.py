@@ -18,7 +18,7 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import LogitsFn
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
-from verl_prefix.engine.checks.self_check import Gradients
+from verl_prefix.engine.checks.gradients import Gradients
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.rows import BatchRows
 

@@ -33,26 +33,28 @@ def candidates(backend: Backend, rows: BatchRows, groups: Sequence[Group], budge
         groups: of these rows.
         budget: tokens of one pass, of all ranks that share it.
     """
-    groups, limits = [group for group in groups if group.num_suffix_tokens] or groups, ""
+    groups = [group for group in groups if group.num_suffix_tokens] or groups
+    wanted = ["a prompt"]  # of every rank, in words
     if backend.stock_facts.wrong_when_sharded:
         most = budget // backend.ranks.slices
         fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
-        groups, limits = _with_chosen(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
+        groups = _with_chosen(groups, fits)
+        wanted.append(f"with rows of at most {most} tokens (a rank's budget)")
     choices = [groups]
     if is_vision_config(backend.config):
         choices = _with_equal_tower_runs(backend, rows, groups)
-        limits += ", without tokens of images or videos in responses"
+        wanted.append("without tokens of images or videos in responses")
         if len(choices) > 1:
-            limits += " and with the same number of kinds of pixels (images, videos) on every rank"
+            wanted.append("with the same number of kinds of pixels (images, videos) on every rank")
     lacking = backend.ranks.max_over_ranks([not choice for choice in choices])
     for choice, lacks in zip(choices, lacking, strict=True):
         if not lacks:
             return choice
     warn_once(
         logger,
-        "prefix.verify waits for a batch in which every rank has a prompt%s; set "
+        "prefix.verify waits for a batch in which every rank has %s; set "
         "actor_rollout_ref.actor.prefix.verify=off where none will come",
-        limits,
+        ", ".join(wanted),
     )
     return []
 
@@ -64,11 +66,12 @@ def _with_equal_tower_runs(backend: Backend, rows: BatchRows, groups: Sequence[G
     Rows whose response has a visual token are in no set. A model may sample one, and the stock path would end, since
     there are no pixels for it.
     """
-    shown = zip(shown_lens(rows.data["input_ids"].unbind(), backend.config), rows.prompt_lens, strict=True)
-    groups, pixels = _with_chosen(groups, [last <= prompt_len for last, prompt_len in shown]), rows.pixels
+    lens_to_last_pixel = shown_lens(rows.data["input_ids"].unbind(), backend.config)
+    shows_in_prompt = [end <= prompt_len for end, prompt_len in zip(lens_to_last_pixel, rows.prompt_lens, strict=True)]
+    groups = _with_chosen(groups, shows_in_prompt)
     if backend.stock_facts.equal_tower_runs:
         return [groups]
-    # Rows of a tree may differ in their pixels.
+    pixels = rows.pixels  # of a tree's rows they may differ
     runs_of_group = [{num_tower_runs(pixels[number]) for number in group.rows} for group in groups]
     return [[group for group, runs in zip(groups, runs_of_group, strict=True) if runs == {n}] for n in (1, 2)]
 
@@ -101,11 +104,11 @@ def _with_few_rows(group: Group, num_rows: int) -> Group:
     """Cuts a group to two units, or to three of a tree, whose passes then nest. If these have too few response tokens
     to compare, more units follow, as long as a check of so many rows is cheap beside an update of `num_rows`."""
     units = sorted(units_of(group), key=lambda unit: -_num_tokens(group, unit))
-    fewest = 2
+    count = 2
     if len(group.strands) > 1 and len(units) > 2:
-        units, fewest = _in_order_of_interest(group, units), 3
-    most = max(fewest, min(_MOST_ROWS, num_rows // _ROWS_PER_CHECKED_ROW))
-    count = fewest
+        units = _in_order_of_interest(group, units)
+        count = 3
+    most = min(_MOST_ROWS, num_rows // _ROWS_PER_CHECKED_ROW)
     while count < most and sum(_num_tokens(group, unit) for unit in units[:count]) < _ENOUGH_TOKENS:
         count += 1
     return pruned(with_rows(group, sorted(i for unit in units[:count] for i in range(*unit))))

@@ -27,7 +27,7 @@ class Figure(NamedTuple):
     """How far our passes are off.
 
     Attributes:
-        ratio: in units of rounding noise.
+        ratio: in units of rounding noise; never a NaN (`ratio_of`).
         limit: the largest ratio that is right.
         where: what is off most; "": nothing is.
     """
@@ -38,7 +38,7 @@ class Figure(NamedTuple):
 
     @property
     def missed(self) -> bool:
-        return not self.ratio <= self.limit  # a NaN misses
+        return self.ratio > self.limit
 
     def __str__(self) -> str:
         return f"{self.where} by {self.ratio:.3g} times rounding noise (at most {self.limit:g})"
@@ -92,9 +92,9 @@ class LayerProbe:
             keys, values = (torch.cat([x[path.to(x.device)], x[segment]]) for x in (k, v))
             with torch.autocast(q.device.type, enabled=False):  # autocast would round the scores as well
                 position = queries - segment.start + len(path)
-                truth, rounded = _dense(q[queries], keys, values, sinks=sinks, params=params, position=position)
-            error += (out[queries] - truth).square().sum().item()
-            noise += (rounded - truth).square().sum().item()
+                truth, rounded = _dense(q[queries], keys, values, sinks, params, position)
+            error += sum_of_squares(out[queries] - truth)
+            noise += sum_of_squares(rounded - truth)
         where = f"attention of layer {layer} differs from dense float64"
         self.worst_attention = max(self.worst_attention, Figure(ratio_of(error, noise), MAX_ATTENTION, where))
 
@@ -121,7 +121,10 @@ def _segments(packed_row: PackedRow) -> Iterator[tuple[torch.Tensor, slice]]:
         start += segment.length
 
 
-def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, params: AttentionParams,
+    position: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Computes attention of queries at `position` among the keys, [n, H, D]: in float64, and with probabilities and
     output rounded to q's dtype. It converts one key head at a time, since keys may be many."""
     distance = position.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
@@ -153,9 +156,11 @@ class _Rounding:
 
     def disturb(self, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         """Returns x, off by up to one rounding step `eps`; None: that of x's dtype."""
-        generator = self._generators.setdefault(x.device, torch.Generator(x.device).manual_seed(self._seed))
+        if x.device not in self._generators:
+            self._generators[x.device] = torch.Generator(x.device).manual_seed(self._seed)
         step = torch.finfo(x.dtype).eps if eps is None else eps
-        return (x * (1 + step * (2 * torch.rand(x.shape, device=x.device, generator=generator) - 1))).to(x.dtype)
+        from_minus_1_to_1 = 2 * torch.rand(x.shape, device=x.device, generator=self._generators[x.device]) - 1
+        return (x * (1 + step * from_minus_1_to_1)).to(x.dtype)
 
 
 @contextmanager
@@ -170,7 +175,8 @@ def disturbed_outputs(
         recurrent: mixers that return the same; their input is the first argument, or `hidden_states`.
         seed: of a random state that the run does not share.
     """
-    eps, rounding = torch.finfo(dtype).eps, _Rounding(seed)
+    eps = torch.finfo(dtype).eps
+    rounding = _Rounding(seed)
 
     def disturb_output(module: torch.nn.Module, args: tuple, output: Any) -> Any:
         out = rounding.disturb(output[0] if isinstance(output, tuple) else output, eps)

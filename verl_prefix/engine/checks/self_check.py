@@ -11,20 +11,21 @@ All figures are in units of noise: how far ours is off, divided by how far round
   far that kernel moves where the row is rounded differently and stands after some tokens that change nothing. Ours
   differs in the same way: its chunks begin anew after the prefix, and so sum in another order, in whatever precision
   the kernel has inside. Input rounding alone is too small a unit: in fp32 decays are differences of long sums.
-- gradients of a weighted sum of log-probs, in which a response's i-th token counts 1 / i (`verify._weighted_loss`),
+- gradients of a weighted sum of log-probs, in which a response's i-th token counts 1 / i (`both_paths._weighted_loss`),
   against the stock path's, in units of its noise, as for log-probs. What suffixes send back to their prefix shows
   nowhere else.
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 
 from verl_prefix.core.context import ForwardContext
+from verl_prefix.engine.checks.gradients import Gradients
 from verl_prefix.engine.checks.layer_probe import Figure, LayerProbe, ProbedContext, ratio_of, sum_of_squares
 
 # A perturbed pass rounds differently once per layer; ours also at its matmuls, whose shapes differ from stock's.
@@ -38,8 +39,6 @@ _MORE_PERTURBED = 8
 
 # Squared distances of a pass from the first pass of the stock path: of its outputs, then of its gradients, by parts.
 Distances = list[float]
-
-_SMALL = 2**20  # most elements of a parameter outside of mixers that is compared; norms and adapters have fewer
 
 
 class Verdict(NamedTuple):
@@ -58,45 +57,6 @@ class Verdict(NamedTuple):
         missed = ", ".join(str(figure) for figure in self if figure.missed)
         within = ", ".join(str(figure) for figure in self if figure.where and not figure.missed)
         return "; within limits: ".join(filter(None, (missed, within)))
-
-
-class Gradients:
-    """Gradients of the checked rows, by parts of the model: this rank's shards of them.
-
-    Args:
-        model: all of this rank's part.
-        whole: modules of it that are compared whole, by name.
-        parts: modules of which small parameters are compared (norms, biases, adapters), or the smallest trained one
-            where none is small. The same is compared of all that is in no module here.
-        local: takes a parameter, and returns this rank's shard of its gradient.
-        clear: forgets all gradients; None: by `model.zero_grad`.
-
-    Attributes:
-        parts: the parameters that are compared, by the name of their part.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, whole: Mapping[str, torch.nn.Module], parts: Mapping[str, torch.nn.Module],
-        local: Callable[[torch.nn.Parameter], torch.Tensor], clear: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        self._local, self.clear = local, clear or model.zero_grad
-        self.parts: dict[str, list[torch.nn.Parameter]] = {}
-        left = {p for p in model.parameters() if p.requires_grad}
-        for name, module in {**whole, **parts, "all else": model}.items():
-            trained = [p for p in module.parameters() if p in left]
-            left.difference_update(trained)
-            small = trained if name in whole else [p for p in trained if p.numel() <= _SMALL]
-            self.parts[name] = small or sorted(trained, key=torch.numel)[:1]  # none where nothing is trained
-
-    def keep(self) -> list[float]:
-        """Keeps the last pass's gradients as the truth, in host memory; returns their squared norms by part."""
-        self._truth = [[self._local(p).to("cpu", copy=True) for p in part] for part in self.parts.values()]
-        return [sum(map(sum_of_squares, part)) for part in self._truth]
-
-    def distances(self) -> list[float]:
-        """Returns squared distances of the last pass's gradients from the truth, by part."""
-        pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
-        return [sum(sum_of_squares(self._local(p).cpu() - x) for p, x in part) for part in pairs]
 
 
 class _Truth(NamedTuple):
@@ -140,11 +100,10 @@ class Comparison:
         perturbed = self._perturb(num_perturbed, truth, seed=0)
         packed = self._distances(self._ours("packed", functools.partial(ProbedContext, probe=probe)), truth)
         phased = self._distances(self._ours("phased", ForwardContext), truth)
-        figures = self._figures(truth, perturbed, packed, phased)
-        if any(figure.limit < figure.ratio < math.inf for figure in figures):
+        outputs, gradients = self._figures(truth, perturbed, packed, phased)
+        if any(figure.limit < figure.ratio < math.inf for figure in (outputs, gradients)):
             perturbed += self._perturb(_MORE_PERTURBED, truth, seed=num_perturbed)
-            figures = self._figures(truth, perturbed, packed, phased)
-        outputs, gradients = figures
+            outputs, gradients = self._figures(truth, perturbed, packed, phased)
         return Verdict(outputs, probe.worst_attention, probe.worst_recurrence, gradients)
 
     def _perturb(self, num_passes: int, truth: _Truth, seed: int) -> list[Distances]:
@@ -165,15 +124,17 @@ class Comparison:
         noise = [sum(column) / len(perturbed) for column in zip(*perturbed, strict=True)]
         # Log-probs of low precision have a grid, on which small noise may change nothing.
         noise[0] += torch.finfo(truth.outputs.dtype).eps ** 2 * sum_of_squares(truth.outputs)
-        sums, n = self._reduce_sum([*packed, *phased, *noise, *truth.norms]), len(noise)
-        packed, phased, noise, norms = sums[:n], sums[n : 2 * n], sums[2 * n : 3 * n], sums[3 * n :]
+        n = len(noise)
+        sums = self._reduce_sum([*packed, *phased, *noise, *truth.norms])
+        packed_sums, phased_sums, noise_sums, norms = sums[:n], sums[n : 2 * n], sums[2 * n : 3 * n], sums[3 * n :]
         # A NaN must not get lost in max().
-        errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed, phased, strict=True)]
-        outputs_ratio, *gradient_ratios = map(ratio_of, errors, noise)
-        worst = Figure(0.0, MAX_GRADIENTS, "")
+        errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed_sums, phased_sums, strict=True)]
+        outputs_ratio, *gradient_ratios = map(ratio_of, errors, noise_sums)
+        outputs = Figure(outputs_ratio, MAX_OUTPUTS, f"{self._outputs_name} differ from the stock path's")
+        gradients = Figure(0.0, MAX_GRADIENTS, "")
         for name, ratio, norm in zip(self._gradients.parts, gradient_ratios, norms, strict=True):
             # Nothing compares with a gradient that is not finite on the stock path either, as under a loss scale of
             # fp16, which falls after such a step.
-            if math.isfinite(norm) and ratio > worst.ratio:
-                worst = Figure(ratio, MAX_GRADIENTS, f"gradients of {name} differ from the stock path's")
-        return Figure(outputs_ratio, MAX_OUTPUTS, f"{self._outputs_name} differ from the stock path's"), worst
+            if math.isfinite(norm) and ratio > gradients.ratio:
+                gradients = Figure(ratio, MAX_GRADIENTS, f"gradients of {name} differ from the stock path's")
+        return outputs, gradients

@@ -1,0 +1,49 @@
+"""The gradients that the self-check compares, by parts of a model."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from verl_prefix.engine.checks.layer_probe import sum_of_squares
+
+_SMALL = 2**20  # most elements of a parameter outside of mixers that is compared; norms and adapters have fewer
+
+
+class Gradients:
+    """This rank's shards of the gradients that a pass has left, by parts of the model.
+
+    Args:
+        model: all of this rank's part.
+        whole: modules of `model` that are compared whole, by name.
+        parts: modules of which small parameters are compared (norms, biases, adapters), or the smallest trained one
+            where none is small. The same is compared of all that is in no module here.
+        local: takes a parameter, and returns this rank's shard of its gradient.
+        clear: forgets all gradients; None: by `model.zero_grad`.
+
+    Attributes:
+        parts: the parameters that are compared, by the name of their part.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, whole: Mapping[str, torch.nn.Module], parts: Mapping[str, torch.nn.Module],
+        local: Callable[[torch.nn.Parameter], torch.Tensor], clear: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._local = local
+        self.clear = clear or model.zero_grad
+        self.parts: dict[str, list[torch.nn.Parameter]] = {}
+        left = {p for p in model.parameters() if p.requires_grad}
+        for name, module in {**whole, **parts, "all else": model}.items():
+            trained = [p for p in module.parameters() if p in left]
+            left.difference_update(trained)
+            small = trained if name in whole else [p for p in trained if p.numel() <= _SMALL]
+            self.parts[name] = small or sorted(trained, key=torch.numel)[:1]  # none where nothing is trained
+
+    def keep(self) -> list[float]:
+        """Keeps the last pass's gradients as the truth, in host memory; returns their squared norms by part."""
+        self._truth = [[self._local(p).to("cpu", copy=True) for p in part] for part in self.parts.values()]
+        return [sum(map(sum_of_squares, part)) for part in self._truth]
+
+    def distances(self) -> list[float]:
+        """Returns squared distances of the last pass's gradients from the truth, by part."""
+        pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
+        return [sum(sum_of_squares(self._local(p).cpu() - x) for p, x in part) for part in pairs]
