@@ -95,7 +95,9 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
     _backend_class: type[FSDPBackend] = FSDPBackend
 
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
-        self.prefix_config, unfused, verls_model_config = engine_config.prefix, False, model_config
+        self.prefix_config = engine_config.prefix
+        unfused = False
+        verls_model_config = model_config
         check_replayed(engine_config, FSDP2, model_config.hf_config)
         if self.prefix_config.schedule != "stock":
             model = "critic.model" if engine_config.of_critic else "actor_rollout_ref.model"
@@ -104,7 +106,8 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
             check_in_worker(model_config, key, engine_config.ulysses_sequence_parallel_size, model)
             # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head. Its offload
             # counts forwards of layers, and would replace gradient checkpointing by a reentrant one.
-            unfused, verls_model_config = bool(model_config.use_fused_kernels), copy.copy(model_config)
+            unfused = bool(model_config.use_fused_kernels)
+            verls_model_config = copy.copy(model_config)
             vars(verls_model_config).update(use_fused_kernels=False, enable_activation_offload=False)
         # The base class branches on its own strategy names (_build_fsdp_module); the caller's configs stay as they are.
         verls_config = copy.copy(engine_config)

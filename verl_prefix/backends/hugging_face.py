@@ -16,7 +16,8 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_
 
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.config.model import check_dealt, check_sequence_parallel
-from verl_prefix.core.forward import LogitsFn, PackedForward
+from verl_prefix.core.context import ForwardContext
+from verl_prefix.core.forward import LOGITS_CHUNK, LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay, VerlEngine
@@ -79,7 +80,8 @@ class HFBackend(Backend):
 
     @functools.cached_property
     def replay(self) -> Replay | None:
-        mode, text = self._engine.engine_config.router_replay.mode, self.config.get_text_config()
+        mode = self._engine.engine_config.router_replay.mode
+        text = self.config.get_text_config()
         return None if mode == "disabled" else Replay(mode, text.num_hidden_layers, text.num_experts_per_tok)
 
     @functools.cached_property
@@ -93,17 +95,16 @@ class HFBackend(Backend):
         return float(sum(shard.nbytes for shard in shards if shard.device.type != "cpu"))
 
     def new_runner(
-        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
-        meter: Meter | None = None, **options: Any,
+        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False, meter: Meter | None = None,
+        kernel: str = "auto", logits_chunk: int = LOGITS_CHUNK, keep_attention: bool = False,
+        context_type: Callable[..., ForwardContext] = ForwardContext,
     ) -> PlanRunner:  # fmt: skip
+        model = HookedModel(self._engine.module, replays=self.replay is not None)
+        forward = PackedForward(
+            model, of_logits, self.autocast, kernel, logits_chunk, keep_attention, context_type, self.ranks.slice_group
+        )
         return PlanRunner(
-            PackedForward(
-                HookedModel(self._engine.module, replays=self.replay is not None),
-                of_logits,
-                context=self.autocast,
-                sequence_group=self.ranks.slice_group,
-                **options,
-            ),
+            forward,
             step,
             None if forward_only else self._backward,
             gradient_sync=lambda last: nullcontext() if forward_only else self._gradient_sync(last),
@@ -147,9 +148,9 @@ class HFBackend(Backend):
     def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
         """Log-probs alone need no copy, by flash-attn's cross entropy, which writes the gradient over the logits.
         Entropy, and log-probs without that package, need several copies in fp32."""
-        by_flash_attn = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
-        by_flash_attn = by_flash_attn and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
-        return by_flash_attn and not any(flags.values())
+        is_installed = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+        is_disabled = os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"
+        return is_installed and not is_disabled and not any(flags.values())
 
     def logits_like(self) -> torch.Tensor:
         vocab_size = self.config.get_text_config().vocab_size

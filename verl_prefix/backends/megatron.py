@@ -32,7 +32,8 @@ from verl_prefix.config.megatron import (
     check_spread,
 )
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.forward import LogitsFn, PackedForward
+from verl_prefix.core.context import ForwardContext
+from verl_prefix.core.forward import LOGITS_CHUNK, LogitsFn, PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts, VerlEngine
@@ -87,7 +88,8 @@ class MegatronBackend(Backend):
         self._engine = engine
         self.trains: bool = not engine.engine_config.forward_only
         self.deterministic = bool(engine.engine_config.override_transformer_config.get("deterministic_mode"))
-        size, slice_group = engine.get_data_parallel_size(), engine.get_context_parallel_group()
+        size = engine.get_data_parallel_size()
+        slice_group = engine.get_context_parallel_group()
         slices = slice_group.size()
         self.ranks = Ranks(
             engine.get_data_parallel_group(), engine.get_data_parallel_rank(), size,
@@ -101,6 +103,10 @@ class MegatronBackend(Backend):
     def _module(self) -> Any:
         (module,) = self._engine.module
         return module
+
+    @property
+    def _gradient_buffers(self) -> list[torch.Tensor]:
+        return [buffer.grad_data for buffer in (*self._module.buffers, *self._module.expert_parallel_buffers)]
 
     def check_model(self) -> None:
         if reasons := unsupported_reasons(self._module):
@@ -126,12 +132,13 @@ class MegatronBackend(Backend):
         times."""
         if self._engine.engine_config.router_replay.mode != "R3":
             return data
-        ids, data, routes = data["input_ids"], data.exclude(ROUTES), data[ROUTES]
-        routes = align_r3_router_replay_data(routes, ids)
+        ids = data["input_ids"]
+        routes = align_r3_router_replay_data(data[ROUTES], ids)
         is_free = ~build_r3_replay_mask(ids, data["response_mask"]).values().to(routes.device)
         values = routes.values().masked_fill(is_free[:, None, None], -1)
-        data[ROUTES] = torch.nested.nested_tensor_from_jagged(values, routes.offsets())
-        return data
+        aligned = data.exclude(ROUTES)
+        aligned[ROUTES] = torch.nested.nested_tensor_from_jagged(values, routes.offsets())
+        return aligned
 
     @property
     def stock_facts(self) -> StockFacts:
@@ -141,7 +148,8 @@ class MegatronBackend(Backend):
     def replay(self) -> Replay | None:
         """Whether and how routers are replayed. Routes of a rollout (R3) have all layers. Those that verl records (R2)
         have only layers with experts."""
-        mode, config = self._engine.engine_config.router_replay.mode, unwrapped(self._module).config
+        mode = self._engine.engine_config.router_replay.mode
+        config = unwrapped(self._module).config
         layers = config.num_layers if mode == "R3" else len(layers_with_experts(config))
         return None if mode == "disabled" else Replay(mode, layers, config.moe_router_topk)
 
@@ -155,16 +163,21 @@ class MegatronBackend(Backend):
     def gradient_bytes(self) -> float:
         if not self.trains:
             return 0.0
-        # Their buffers last, but param_offload frees the memory of these beside updates.
-        buffers = [*self._module.buffers, *self._module.expert_parallel_buffers]
-        return float(sum(x.grad_data.nbytes for x in buffers if not x.grad_data.untyped_storage().nbytes()))
+        # mcore's buffers stay, but between updates param_offload frees their memory.
+        freed = (grads for grads in self._gradient_buffers if not grads.untyped_storage().nbytes())
+        return float(sum(grads.nbytes for grads in freed))
 
     def new_runner(
-        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
-        meter: Meter | None = None, **options: Any,
+        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False, meter: Meter | None = None,
+        kernel: str = "auto", logits_chunk: int = LOGITS_CHUNK, keep_attention: bool = False,
+        context_type: Callable[..., ForwardContext] = ForwardContext,
     ) -> PlanRunner:  # fmt: skip
+        model = MegatronModel(self._module)
+        forward = PackedForward(
+            model, of_logits, self.autocast, kernel, logits_chunk, keep_attention, context_type, self.ranks.slice_group
+        )
         return (PipelineRunner if self.ranks.stages > 1 else MegatronRunner)(
-            PackedForward(MegatronModel(self._module), of_logits, sequence_group=self.ranks.slice_group, **options),
+            forward,
             step,
             None if forward_only else self._backward,
             offload=offload,
@@ -222,7 +235,8 @@ class MegatronBackend(Backend):
     def run_stock_path(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
     ) -> dict[str, Any]:
-        data, fused = data.copy(), self._engine.engine_config.use_fused_kernels  # as verl's engine was built
+        data = data.copy()
+        fused = self._engine.engine_config.use_fused_kernels  # as verl's engine was built
         tu.assign_non_tensor(data, use_fused_kernels=fused)
         return self._engine.verls_forward_backward(data, loss_function, forward_only)
 
@@ -259,22 +273,25 @@ class MegatronBackend(Backend):
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """Also keeps what routers have counted, and their biases, which mcore moves whenever gradients are reduced.
-        Inside, no loss balances experts, since such losses depend on how rows fall into passes; and verl, which counts
-        n // slices tokens of a micro-batch of n where Megatron-Bridge divides gradients by tokens, counts rows."""
+        Inside, no loss balances experts: such losses depend on how rows fall into passes.
+
+        Megatron-Bridge divides gradients by verl's counts of tokens: n // slices of a micro-batch of n, without the
+        rest of that division. Inside, verl counts rows instead.
+        """
         if not self.trains:
             yield
             return
-        model, buffers = unwrapped(self._module), [*self._module.buffers, *self._module.expert_parallel_buffers]
-        counts = router_counts(model)
+        config = unwrapped(self._module).config
+        counts = router_counts(self._module)
         # Where an update begins there are no gradients, and nothing is copied.
-        kept = [(x, x.cpu()) for x in (*(buffer.grad_data for buffer in buffers), *counts) if x.any()]
+        kept = [(x, x.cpu()) for x in (*self._gradient_buffers, *counts) if x.any()]
         self._clear()
-        coefficient = model.config.moe_aux_loss_coeff
+        coefficient = config.moe_aux_loss_coeff
         no_balance = [0.0] * len(coefficient) if isinstance(coefficient, list) else 0.0
         try:
             with (
-                replaced(model.config, "moe_router_bias_update_rate", 0.0),
-                replaced(model.config, "moe_aux_loss_coeff", no_balance),
+                replaced(config, "moe_router_bias_update_rate", 0.0),
+                replaced(config, "moe_aux_loss_coeff", no_balance),
                 replaced(self._engine, "_routed_num_tokens", functools.partial(_rows_times, self.ranks.slices)),
             ):
                 yield

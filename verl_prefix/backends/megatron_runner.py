@@ -34,7 +34,8 @@ class MegatronRunner(PlanRunner):
         # Where routers have auxiliary losses all passes are packed (`config.megatron.check_built`), and dummies have no
         # such loss. mcore divides by all passes. This weight undoes the dummies' share.
         model: Any = self.forward.model
-        model.auxiliary_weight = len(plan.passes) / max(sum(bool(each.groups) for each in plan.passes), 1)
+        num_with_rows = sum(bool(planned.groups) for planned in plan.passes)
+        model.auxiliary_weight = len(plan.passes) / max(num_with_rows, 1)
         try:
             # Else mcore's hooks insist on a gradient, and its fused kernels leave none in the phase C of a prefix that
             # waits on the host: in place of a parameter they find a tensor without mcore's marks.

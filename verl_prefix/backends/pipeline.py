@@ -13,10 +13,11 @@ Source: megatron-core 0.16.1, megatron/core/pipeline_parallel/schedules.py
 (forward_backward_pipelining_without_interleaving), p2p_communication.py.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +34,11 @@ from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
 
 
 class _Begun(NamedTuple):
-    """A phased pass between its phases A and C. `received`: hidden states of the stage before; None: there is none."""
+    """A phased pass between its phases A and C.
+
+    Attributes:
+        received: hidden states of the stage before; None: there is no such stage.
+    """
 
     planned: PhasedPass
     phase_a: PhaseA
@@ -41,16 +46,21 @@ class _Begun(NamedTuple):
 
 
 class _MicroBatch(NamedTuple):
-    """A packed pass; a wave with the caches that it reads. `where`: phase and part, for an error's note."""
+    """A packed pass, or a wave.
+
+    Attributes:
+        caches: those that a wave reads.
+        note: where an error of this pass was raised.
+    """
 
     packed_row: PackedRow
     caches: tuple[PrefixCache, ...]
-    where: tuple[str, str]
+    note: PassNote
 
-
-def _micro_batch(planned: PackedPass, batch: TokenBatch, outer: PhaseA | None = None, part: str = "") -> _MicroBatch:
-    caches = outer.caches if outer else ()
-    return _MicroBatch(packed_row_of(planned, batch, outer), caches, (planned.phase, part))
+    @classmethod
+    def of(cls, planned: PackedPass, batch: TokenBatch, outer: PhaseA | None = None, part: str = "") -> "_MicroBatch":
+        packed_row = packed_row_of(planned, batch, outer)
+        return cls(packed_row, outer.caches if outer else (), PassNote(planned.phase, packed_row.groups, part))
 
 
 @dataclass(eq=False)
@@ -76,11 +86,11 @@ class PipelineRunner(MegatronRunner):
         device = batch.input_ids.device
         with ExitStack() as open_caches:
             begun = [self._begin(batch, planned, neighbours, open_caches) for planned in phased]
-            micro_batches = [_micro_batch(planned, batch) for planned in packed]
+            micro_batches = [_MicroBatch.of(planned, batch) for planned in packed]
             for planned, phase_a, _ in begun:
                 for number, wave in enumerate(planned.waves, start=1):
                     part = f"wave {number} of {len(planned.waves)}"
-                    micro_batches.append(_micro_batch(wave, batch, phase_a, part))
+                    micro_batches.append(_MicroBatch.of(wave, batch, phase_a, part))
             groups = [group for micro_batch in micro_batches for group in micro_batch.packed_row.groups]
             with ExitStack() as measured:
                 if begun:
@@ -108,39 +118,39 @@ class PipelineRunner(MegatronRunner):
 
     def _run_1f1b(self, batch: TokenBatch, micro_batches: Sequence[_MicroBatch]) -> None:
         """Runs forwards and backwards of packed passes and waves in mcore's order."""
-        assert self.step is not None
-        step, left = self.step, iter(micro_batches)
-        every = {cache for micro_batch in micro_batches for cache in micro_batch.caches}
-        offloaded = [cache for cache in every if isinstance(cache, OffloadedPrefixCache)]
+        waiting = iter(micro_batches)
+        all_caches = {cache for micro_batch in micro_batches for cache in micro_batch.caches}
+        offloaded = [cache for cache in all_caches if isinstance(cache, OffloadedPrefixCache)]
         with NotesOfBackwards() as backwards:
 
-            def forward() -> tuple[torch.Tensor, Any]:
+            def forward() -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
                 """The next micro-batch's output here, and what makes a loss of the last stage's output."""
-                packed_row, caches, (phase, part) = next(left)
+                micro_batch = next(waiting)
                 for cache in offloaded:
-                    if cache not in caches:
+                    if cache not in micro_batch.caches:
                         cache.put_away()
-                annotated = PassNote(phase, packed_row.groups, part)
-                with annotated:
-                    done = self.forward.packed(batch, packed_row, caches)
-                backwards.follow(done.outputs, annotated)
-
-                def loss(outputs: torch.Tensor) -> torch.Tensor:
-                    if not packed_row.groups:
-                        return outputs.sum() * 0.0
-                    with annotated:
-                        return step(*done._replace(outputs=outputs))
-
-                return done.outputs, loss
+                with micro_batch.note:
+                    outputs = self.forward.packed(batch, micro_batch.packed_row, micro_batch.caches).outputs
+                backwards.follow(outputs, micro_batch.note)
+                return outputs, functools.partial(self._loss, micro_batch)
 
             run_1f1b(self.module, forward, len(micro_batches), forward_only=self.backward is None)
+
+    def _loss(self, micro_batch: _MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        """Computes a micro-batch's loss, on the last stage."""
+        assert self.step is not None
+        if micro_batch.packed_row.is_dummy:
+            return outputs.sum() * 0.0
+        with micro_batch.note:
+            return self.step(micro_batch.packed_row, outputs)
 
     def _phase_c(self, begun: _Begun, neighbours: Neighbours, device: torch.device) -> None:
         """Runs the backward of a phase A. It receives a gradient also where this stage trains no layer, since the next
         stage sends it."""
         if self.backward is None:
             return
-        output, (cache,) = begun.phase_a.output, begun.phase_a.caches
+        output = begun.phase_a.output
+        (cache,) = begun.phase_a.caches
         grad = neighbours.receive_gradient(output)
         if output.requires_grad:
             with self.meter.phase("phase_c", begun.planned.groups, device):

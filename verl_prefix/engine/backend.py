@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,8 @@ from verl.utils.device import get_device_id
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.forward import LogitsFn
+from verl_prefix.core.context import ForwardContext
+from verl_prefix.core.forward import LOGITS_CHUNK, LogitsFn
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.checks.gradients import Gradients
@@ -82,16 +83,16 @@ class StockFacts(NamedTuple):
             computes whole rows; None: it is right.
         equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows. If False, the
             self-check takes rows that run it equally often on every rank.
-        row_begins: where verl begins a row in a pack: at "zeros", position ids 0; at "jumps", ids that do not go up by
-            1; or at "places" that it knows, since it reads no ids and numbers the tokens of each row 0, 1, 2, ... Rows
-            with other position ids are refused.
+        row_begins: where verl begins a row in a pack. At "zeros": position ids 0. At "jumps": ids that do not go up by
+            1. At "places": verl reads no ids, and knows where rows begin; it numbers each row's tokens 0, 1, 2, ...
+            Rows with other position ids are refused.
     """
 
     dense_mask: bool
     separates_rows: bool
     wrong_when_sharded: str | None
     equal_tower_runs: bool = False
-    row_begins: str = "jumps"
+    row_begins: Literal["zeros", "jumps", "places"] = "jumps"
 
 
 class Replay(NamedTuple):
@@ -100,13 +101,13 @@ class Replay(NamedTuple):
     token the router chooses (`models.replay.chosen_experts`).
 
     Attributes:
-        mode: verl's: R2 or R3.
+        mode: verl's.
         layers: how many a token's routes have: all of the model's, with experts or without. What Megatron records has
             those with experts alone.
         chosen: how many experts a token goes to in a layer.
     """
 
-    mode: str
+    mode: Literal["R2", "R3"]
     layers: int
     chosen: int
 
@@ -193,13 +194,14 @@ class Backend(ABC):
 
     @abstractmethod
     def new_runner(
-        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False,
-        meter: Meter | None = None, **options: Any,
+        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False, meter: Meter | None = None,
+        kernel: str = "auto", logits_chunk: int = LOGITS_CHUNK, keep_attention: bool = False,
+        context_type: Callable[..., ForwardContext] = ForwardContext,
     ) -> PlanRunner:  # fmt: skip
         """Makes a runner of plans on this model, with its autocast and its synchronisation of gradients.
 
         Args:
-            of_logits: of `core.forward.PackedForward`, as are all other `options`.
+            of_logits: of `core.forward.PackedForward`, as are `kernel` and all after it.
             step: of `core.runner.PlanRunner`, as are `offload` and `meter`.
             forward_only: without backward.
         """

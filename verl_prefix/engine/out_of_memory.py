@@ -21,7 +21,8 @@ _SHORTEST_WAVE = "shortest wave"
 
 
 def _remedies(role: str, options: PrefixConfig, keeps: Memory, forward_only: bool) -> dict[str, list[str]]:
-    """Returns what else to set, by the phase that had the error, and for a wave that is one row already."""
+    """Returns what to set where `_settings` has nothing, by the phase that had the error. A wave has no remedies here,
+    unless it is one row already."""
     checkpoints = [] if keeps.checkpointed else [f"set {_checkpointing(role, keeps)}"]
     fewer = f"lower {tokens_key(role, forward_only)}"
     if role != "critic":
@@ -58,6 +59,24 @@ def _settings(plan: Plan, keeps: Memory) -> list[str]:
     return settings
 
 
+def _advice(phase: str, plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool) -> str:
+    """Returns what to set after an error in a phase of a pass."""
+    settings = _settings(plan, keeps)
+    if settings:
+        return f"set {' and '.join(settings)}"
+    remedies = _remedies(role, options, keeps, forward_only)
+    if phase in remedies:
+        return ", or ".join(remedies[phase])
+    # The phase is a wave.
+    shortest = " or ".join(remedies[_SHORTEST_WAVE])
+    largest = plan.largest_wave
+    if not largest:
+        return f"this rank ran a wave without rows, beside waves of other ranks; {shortest}"
+    if limit_waves(plan, largest // 2).largest_wave < largest:
+        return f"set {_PREFIX}.wave_tokens={largest // 2} (largest wave: {largest} tokens)"
+    return f"the largest wave is one row already; {shortest}"
+
+
 @contextmanager
 def out_of_memory_advice(
     plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool
@@ -71,20 +90,8 @@ def out_of_memory_advice(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        remedies = _remedies(role, options, keeps, forward_only)
-        shortest = " or ".join(remedies[_SHORTEST_WAVE])
-        largest = plan.largest_wave
-        if settings := _settings(plan, keeps):
-            advice = f"set {' and '.join(settings)}"
-        elif (phase := getattr(error, "prefix_phase", "packed")) in remedies:
-            advice = ", or ".join(remedies[phase])
-        elif not largest:
-            advice = f"this rank ran a wave without rows, beside waves of other ranks; {shortest}"
-        elif limit_waves(plan, largest // 2).largest_wave < largest:
-            advice = f"set {_PREFIX}.wave_tokens={largest // 2} (largest wave: {largest} tokens)"
-        else:
-            advice = f"the largest wave is one row already; {shortest}"
-        add_note(error, f"verl_prefix: {advice}")
+        phase = getattr(error, "prefix_phase", "packed")
+        add_note(error, f"verl_prefix: {_advice(phase, plan, keeps, role, options, forward_only)}")
         raise
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id
 
 
 class RankError(RuntimeError):
@@ -53,12 +53,12 @@ class Agreement:
         largest, minus_smallest = self._digests[name]
         return largest == -minus_smallest
 
-    def told(self) -> list[int]:
+    def values(self) -> list[int]:
         """Returns what this rank told, as integers, equally many on every rank."""
         return [*self._maxima.values(), *(x for pair in self._digests.values() for x in pair)]
 
-    def settle(self, maxima: Sequence[int]) -> None:
-        """Puts the maxima over ranks in place of what this rank `told`."""
+    def take_maxima(self, maxima: Sequence[int]) -> None:
+        """Puts maxima over ranks in place of this rank's `values`."""
         integers = iter(maxima)
         self._maxima = {name: next(integers) for name in self._maxima}
         self._digests = {name: (next(integers), next(integers)) for name in self._digests}
@@ -80,17 +80,18 @@ def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -
     Raises:
         RankError: another rank failed. An error of this rank is raised as it is.
     """
-    agreed, error = Agreement(maxima, same), None
+    agreed = Agreement(maxima, same)
+    error: Exception | None = None
     try:
         yield agreed
     except Exception as failure:  # whatever it is, the other ranks wait to hear of it; raised again below
         error = failure
     failed = 0 if error is None else dist.get_rank() + 1
-    reduced = torch.tensor([failed, *agreed.told()], dtype=torch.float64, device=get_device_name())
+    reduced = torch.tensor([failed, *agreed.values()], dtype=torch.float64, device=get_device_id())
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
     failed, *maxima_of_all = map(int, reduced.tolist())
     if error is not None:
         raise error
     if failed:
         raise RankError(f"prefix: rank {failed - 1} failed while {doing}; its own error says why")
-    agreed.settle(maxima_of_all)
+    agreed.take_maxima(maxima_of_all)
