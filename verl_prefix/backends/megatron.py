@@ -275,8 +275,8 @@ class MegatronBackend(Backend):
         """Also keeps what routers have counted, and their biases, which mcore moves whenever gradients are reduced.
         Inside, no loss balances experts: such losses depend on how rows fall into passes.
 
-        Megatron-Bridge divides gradients by verl's counts of tokens: n // slices of a micro-batch of n, without the
-        rest of that division. Inside, verl counts rows instead.
+        Where Megatron-Bridge divides gradients by tokens, verl counts n // slices tokens of a micro-batch of n, and so
+        loses the rest. Inside, n is the number of rows times slices, which leaves no rest.
         """
         if not self.trains:
             yield
@@ -304,6 +304,7 @@ class MegatronBackend(Backend):
 
 
 def _rows_times(slices: int, data: TensorDict) -> torch.Tensor:
+    """Stands in for verl's `_routed_num_tokens` of a batch, see `MegatronBackend.gradients_aside`."""
     return torch.tensor(len(data) * slices, device=data["input_ids"].device)
 
 

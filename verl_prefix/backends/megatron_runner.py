@@ -37,8 +37,8 @@ class MegatronRunner(PlanRunner):
         num_with_rows = sum(bool(planned.groups) for planned in plan.passes)
         model.auxiliary_weight = len(plan.passes) / max(num_with_rows, 1)
         try:
-            # Else mcore's hooks insist on a gradient, and its fused kernels leave none in the phase C of a prefix that
-            # waits on the host: in place of a parameter they find a tensor without mcore's marks.
+            # With both off, mcore's hooks do not insist on gradients of all parameters. Its fused kernels leave none in
+            # the phase C of an offloaded prefix: in place of a parameter they find a tensor without mcore's marks.
             with self.module.no_sync(), replaced(self.module.ddp_config, "overlap_grad_reduce", False):
                 self.run_passes(batch, plan)
             if self.module.ddp_config.overlap_grad_reduce:

@@ -70,8 +70,8 @@ class PipelineRunner(MegatronRunner):
     def run_passes(self, batch: TokenBatch, plan: Plan) -> None:
         assert plan.depth < 2, "stages run phases A apart, and would leave out what is nested in them"
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
-        if self.backward is None:  # then nothing of a prefix is wanted after its waves
-            rounds = [[], *([phased] for phased in plan.phased)]
+        if self.backward is None:  # one prefix at a time, since nothing of it is wanted after its waves
+            rounds = [[], *([phased] for phased in plan.phased)]  # the first has packed passes alone
         packed: Sequence[PackedPass] = plan.packed
         neighbours = Neighbours(unwrapped(self.module))
         with self.forward.model.grouped_attention():

@@ -182,9 +182,10 @@ class FSDPStockPath:
             )
             self._separate_rows(data)
         with (
-            towers_of_tensors(module), self._without_ulysses(data) if self.facts.wrong_when_sharded else nullcontext(),
-            nullcontext() if self._replay is None else replaying(self._engine, self._replay),
-        ):  # fmt: skip
+            towers_of_tensors(module),
+            self._without_ulysses(data) if self.facts.wrong_when_sharded else nullcontext(),
+            replaying(self._engine, self._replay) if self._replay else nullcontext(),
+        ):
             return self._engine.verls_forward_backward(data, loss_function, forward_only)
 
     @contextmanager

@@ -31,12 +31,12 @@ class Gradients:
         self._local = local
         self.clear = clear or model.zero_grad
         self.parts: dict[str, list[torch.nn.Parameter]] = {}
-        left = {p for p in model.parameters() if p.requires_grad}
+        in_no_part = {p for p in model.parameters() if p.requires_grad}
         for name, module in {**whole, **parts, "all else": model}.items():
-            trained = [p for p in module.parameters() if p in left]
-            left.difference_update(trained)
-            small = trained if name in whole else [p for p in trained if p.numel() <= _SMALL]
-            self.parts[name] = small or sorted(trained, key=torch.numel)[:1]  # none where nothing is trained
+            trained = [p for p in module.parameters() if p in in_no_part]
+            in_no_part.difference_update(trained)
+            compared = trained if name in whole else [p for p in trained if p.numel() <= _SMALL]
+            self.parts[name] = compared or sorted(trained, key=torch.numel)[:1]  # none where nothing is trained
 
     def keep(self) -> list[float]:
         """Keeps the last pass's gradients as the truth, in host memory; returns their squared norms by part."""
@@ -45,5 +45,7 @@ class Gradients:
 
     def distances(self) -> list[float]:
         """Returns squared distances of the last pass's gradients from the truth, by part."""
-        pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
-        return [sum(sum_of_squares(self._local(p).cpu() - x) for p, x in part) for part in pairs]
+        return [
+            sum(sum_of_squares(self._local(p).cpu() - truth) for p, truth in zip(part, truths, strict=True))
+            for part, truths in zip(self.parts.values(), self._truth, strict=True)
+        ]

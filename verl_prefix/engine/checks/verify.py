@@ -40,7 +40,7 @@ class Verification:
         self._backend, self._options, self._run_plan = backend, options, run_plan
         self.failure: StockPath | None = None
         self._num_batches = 0  # of the checked kind, on either path: the log names the last one by this number
-        self._num_settled = 0  # of these, the shared ones that were checked or need no check, by which one is due
+        self._num_settled = 0  # of these, the shared ones that were checked or need no check; `_is_due` goes by it
 
     @property
     def _compared(self) -> str:
@@ -152,7 +152,7 @@ class Verification:
                 ranks.sum_over_ranks, self._compared.replace("_", "-"),
             )  # fmt: skip
             verdict = comparison.verdict(fewest_perturbed)
-        # The other figures are of all ranks together.
+        # Each rank has its own figures of layers; the others are of all ranks together.
         layer_figures: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(layer_figures, (verdict.attention, verdict.recurrence))
         attention, recurrence = map(max, zip(*layer_figures, strict=True))
