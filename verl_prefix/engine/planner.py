@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,6 @@ from verl_prefix.core.kernels.cuda_rules import is_deterministic
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import leaves_room
-from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss
@@ -66,13 +65,10 @@ class Planner:
     """Plans an engine's batches, once the engine has its model. Only engines that share have one.
 
     Args:
-        new_runner: makes a `PlanRunner` of (outputs, step, forward_only).
         role: the engine's, a key that `config.actor.role_of` returns.
     """
 
-    def __init__(
-        self, backend: Backend, options: PrefixConfig, new_runner: Callable[..., PlanRunner], role: str
-    ) -> None:
+    def __init__(self, backend: Backend, options: PrefixConfig, role: str) -> None:
         self._backend, self._options, self._role = backend, options, role
         self._stock_facts = backend.stock_facts
         self._costs = CostModel(
@@ -86,17 +82,20 @@ class Planner:
             one_row=self._stock_facts.separates_rows,
         )
         self._headroom = Headroom(backend, self._costs)
-        self._chooser = self._new_chooser(new_runner) if options.schedule == "auto" else None
+        self._chooser = self._new_chooser() if options.schedule == "auto" else None
 
-    def _new_chooser(self, new_runner: Callable[..., PlanRunner]) -> Chooser:
+    def _new_chooser(self) -> Chooser:
         """Makes what chooses between paths. Every rank calls it."""
         backend, costs = self._backend, self._costs
+
+        new_runner = functools.partial(
+            backend.new_runner, kernel=self._options.attention, logits_chunk=costs.memory.chunk
+        )
 
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
             return measure(
                 costs.shape, budget, batch_tokens=batch_tokens, device=torch.device(get_device_name()),
-                new_runner=functools.partial(new_runner, logits_chunk=costs.memory.chunk),
-                gradients_aside=backend.gradients_aside, forward_only=forward_only,
+                new_runner=new_runner, gradients_aside=backend.gradients_aside, forward_only=forward_only,
             )  # fmt: skip
 
         known: dict[str, Rates] = {}

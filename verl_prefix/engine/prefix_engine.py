@@ -6,7 +6,6 @@ of each pass with verl's own functions, on those tokens alone whose outputs rows
 order. What differs from engine to engine of verl is its backend's.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,7 +22,6 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
 from verl_prefix.core.planning import pad_to_same_passes
-from verl_prefix.core.runner import PlanRunner
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.checks.verify import Verification
 from verl_prefix.engine.dead_rows import num_dead
@@ -67,7 +65,7 @@ class MiniBatch:
 
 
 class PrefixEngine:
-    """Mixin, left of verl's engine class in the bases: an engine that computes a group's prefix once.
+    """Mixin that comes before verl's engine class among the bases: an engine that computes a group's prefix once.
 
     The constructor of the whole class sets `prefix_config`, builds verl's engine, and then calls `set_backend`.
     """
@@ -76,7 +74,6 @@ class PrefixEngine:
     model_config: Any  # verl's
     # From `set_backend` on:
     backend: Backend
-    _new_runner: Callable[..., PlanRunner]
     _role: str  # a key that `config.actor.role_of` returns
     _verification: Verification
     _step_metrics: StepMetrics
@@ -92,7 +89,6 @@ class PrefixEngine:
         """Ends the constructor, once verl's engine is made by these configs, or by copies of them. What needs the model
         follows in `initialize`."""
         self.backend = backend
-        self._new_runner = functools.partial(backend.new_runner, kernel=self.prefix_config.attention)
         self._role = role_of(engine_config)
         self._verification = Verification(backend, self.prefix_config, self.run_plan)
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
@@ -121,11 +117,9 @@ class PrefixEngine:
                 "packages on every node"
             )
         if shares:
-            model_config = self.model_config
-            self.tree_rule = TreeRule(
-                self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
-            )
-            self._planner = Planner(self.backend, self.prefix_config, self._new_runner, self._role)
+            ends = frozenset(end_tokens(self.model_config.tokenizer))
+            self.tree_rule = TreeRule(self.prefix_config.trees, ends, self.model_config.hf_config)
+            self._planner = Planner(self.backend, self.prefix_config, self._role)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -231,10 +225,10 @@ class PrefixEngine:
         # Routers count a row's last token in updates, which replay the routes that log-probs record (R2).
         last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
         results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
-        runner = self._new_runner(
+        runner = self.backend.new_runner(
             results.token_outputs.of_logits, results.step, forward_only, offload=self.prefix_config.offload,
-            keep_attention=path.memory.attention_kept, logits_chunk=path.memory.chunk, context_type=context_type,
-            meter=path.meter,
+            meter=path.meter, kernel=self.prefix_config.attention, keep_attention=path.memory.attention_kept,
+            logits_chunk=path.memory.chunk, context_type=context_type,
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext():
             try:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id
 
 from verl_prefix.core.groups import Group
 from verl_prefix.engine import dead_rows
@@ -197,7 +197,7 @@ def _return_outputs(outputs: Outputs | None, moves: Moves) -> dict[str, torch.Te
 
 def _swap(parcels: Sequence[torch.Tensor], ranks: Ranks) -> Sequence[torch.Tensor]:
     """Sends each rank its parcel, uint8; returns what each rank sent here."""
-    device = get_device_name()
+    device = get_device_id()
     sizes = torch.tensor([len(parcel) for parcel in parcels], device=device)
     received_sizes = torch.empty_like(sizes)
     dist.all_to_all_single(received_sizes, sizes, group=ranks.data)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id
 
 from verl_prefix.auto.placement import Placement
 from verl_prefix.auto.shape import ModelShape
@@ -125,7 +125,7 @@ def _gather(table: torch.Tensor, most: int, ranks: Ranks) -> list[torch.Tensor]:
     padded = torch.zeros(most + 1, table.shape[1], dtype=torch.int64)
     padded[0, 0] = len(table)
     padded[1 : len(table) + 1] = table
-    device = get_device_name()
+    device = get_device_id()
     tables = torch.empty(ranks.data_size, *padded.shape, dtype=torch.int64, device=device)
     dist.all_gather(list(tables), padded.to(device), group=ranks.data)
     return [gathered[1 : gathered[0, 0] + 1] for gathered in tables.cpu()]
