@@ -211,7 +211,9 @@ def opened(data, trees, option: str = "auto", was_cut: bool = False):
 
     ranks = SimpleNamespace(data=dist.group.WORLD, data_rank=dist.get_rank(), data_size=dist.get_world_size())
     backend = SimpleNamespace(ranks=ranks, shape=SHAPE)
-    return open_exchange(backend, option, BatchRows(data), trees, was_cut, Loss(None), False)
+    return open_exchange(
+        backend, BatchRows(data), Loss(None), exchange_option=option, tree_rule=trees, was_cut=was_cut, skips_dead=False
+    )
 
 
 def _goes_to(batch: dict):
@@ -532,7 +534,10 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     with mock.patch("verl_prefix.engine.travel.exchange.together", lambda *_: contextlib.nullcontext()):
         ranks = SimpleNamespace(data_size=1)
         backend = SimpleNamespace(ranks=ranks)
-        exchange = open_exchange(backend, "auto", BatchRows(data), TreeRule(), False, Loss(None), False)
+        exchange = open_exchange(
+            backend, BatchRows(data), Loss(None), exchange_option="auto", tree_rule=TreeRule(), was_cut=False,
+            skips_dead=False,
+        )  # fmt: skip
     assert exchange.groups == groups
     pixels = [row["multi_modal_inputs"]["pixel_values"] for row in rows]
     assert pixels[0] is pixels[4] is pixels[1] and pixels[0] is not pixels[3], "equal pixels are held once"

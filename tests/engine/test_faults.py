@@ -423,7 +423,7 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
 
     def kept(plan, free=None) -> bool:
         """In an update behind which that much is free."""
-        with updates.update():
+        with updates.measured_update():
             found = updates.choose_memory(plan, option, logits_once=False).attention_kept
             if free is not None:
                 monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
@@ -464,7 +464,7 @@ def test_what_another_engine_takes_between_updates_is_no_room(monkeypatch):
     kept = []
     for now in (100, 100, 100 + int(2 * needs), 100):
         held[0] = now
-        with updates.update():
+        with updates.measured_update():
             kept.append(updates.choose_memory(plan, "auto", logits_once=False).attention_kept)
             held[0] = 104
     assert kept == [False, True, False, True]
@@ -486,7 +486,7 @@ def test_an_update_beside_another_engine_has_the_room_that_the_first_one_left(mo
     total[0], kept = 12 * needs, []
     for now in (10 * needs, needs, needs, 10 * needs):
         held[0] = now
-        with updates.update():
+        with updates.measured_update():
             kept.append(updates.choose_memory(plan, "auto", logits_once=False).attention_kept)
     assert kept == [False, True, True, True]
 
@@ -510,7 +510,7 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
         free = factor * peak_bytes(shape, plan, (), most) - peak_bytes(shape, plan, (), memory)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
         for _ in range(2):
-            with updates.update():
+            with updates.measured_update():
                 kept = updates.choose_memory(plan, "auto", logits_once)
         assert kept.chunk == (sys.maxsize if kept.all_logits else costs.memory.logits_chunk or 4096)
         return kept.attention_kept, kept.all_logits

@@ -36,7 +36,7 @@ PLACES = {
     "engine/headroom.py:Headroom.__init__": ROOM,
     "engine/headroom.py:Headroom.fits": f"{FAULTS}:test_an_engine_for_log_probs_alone_has_no_update_to_fit",
     "engine/headroom.py:Headroom.choose_memory": f"{FAULTS}:test_what_another_engine_takes_between_updates_is_no_room",
-    "engine/headroom.py:Headroom.update": ROOM,
+    "engine/headroom.py:Headroom.measured_update": ROOM,
     "models/recurrent.py:Mamba2._chunk_scan":
         "models/test_recurrent_packages.py:test_models_are_those_of_hugging_face_by_functions_with_these_arguments",
     "tools/ab/arm.py:_measured": f"{TOOLS}:test_a_pass_of_ab_is_measured_on_the_gpu",

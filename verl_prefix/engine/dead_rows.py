@@ -24,7 +24,7 @@ def find_dead(loss: Loss, rows: BatchRows) -> frozenset[int]:
         ValueError: rows without advantage have a gradient in this loss.
     """
     why = "a loss that is not verl's own of policies; use verl's"
-    if isinstance(loss.function, functools.partial) and loss.kind.sums_rows and not loss.kind.distills:
+    if isinstance(loss.function, functools.partial) and loss.kind.is_verls and not loss.kind.distills:
         why = gradient_without_advantage(loss.function.keywords["config"])
     if why:
         raise ValueError(

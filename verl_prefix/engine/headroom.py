@@ -19,15 +19,15 @@ _KEPT = (True, True), (True, False), (False, True), (False, False)
 
 
 class Headroom:
-    """The memory that this rank's device has left, by which an engine decides. Without CUDA nobody knows it, and all
-    fits."""
+    """The memory that this rank's device has left, by which an engine decides. Without CUDA nobody knows it, and
+    everything is taken to fit."""
 
     def __init__(self, backend: Backend, costs: CostModel) -> None:
         self._backend, self._costs = backend, costs
         self._is_known = get_device_name() == "cuda"
         self._peak_meter = Meter()  # the last one that was to measure a peak
-        # Bytes that the process can have at the peak of an update: the least that any update so far left, allocated
-        # and free. None: there was no update.
+        # Bytes that the process can have at the peak of an update: allocated and free bytes, after the update that left
+        # least. None: there was no update.
         self._capacity: float | None = None
         self._allocated_after_last = 0  # bytes that were allocated after the last update
         self._largest_added = self._added_now = 0.0  # bytes that the largest and the present update add, by estimate
@@ -43,7 +43,7 @@ class Headroom:
         return peak_bytes(shape, None, passes, least, not self._backend.trains) <= free
 
     @contextmanager
-    def update(self) -> Iterator[None]:
+    def measured_update(self) -> Iterator[None]:
         """Context of an optimizer step with its passes, after which the capacity is measured. Of the allocator's cache
         it counts no more than the largest update added. The rest may be in pieces that no pass can use."""
         self._added_now = 0.0
@@ -81,15 +81,16 @@ class Headroom:
         if self._is_known:  # since the last update more may have been allocated, as another engine's moments of AdamW
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
             room = (self._capacity or 0.0) - max(now, self._allocated_after_last)
+
+        def fits(memory: Memory, added_bytes: float) -> bool:
+            if not memory.attention_kept and not memory.all_logits:
+                return True
+            may = (may_keep or not memory.attention_kept) and (may_have or not memory.all_logits)
+            return may and ranks.stages == 1 and ROOM_FACTOR * added_bytes <= room
+
         choices = [replace(least, attention_kept=attention, all_logits=logits) for attention, logits in _KEPT]
         added = [peak_bytes(shape, plan, (), memory) for memory in choices]
-        is_refused = []
-        for memory, added_bytes in zip(choices, added, strict=True):
-            is_forbidden = (memory.attention_kept and not may_keep) or (memory.all_logits and not may_have)
-            is_forbidden = is_forbidden or ranks.stages > 1
-            lacks_room = ROOM_FACTOR * added_bytes > room
-            keeps_any = memory.attention_kept or memory.all_logits  # to keep nothing takes no room
-            is_refused.append(keeps_any and (is_forbidden or lacks_room))
-        chosen = ranks.max_over_ranks(is_refused).index(0.0)  # the first that no rank refuses
+        refused = ranks.max_over_ranks([not fits(*choice) for choice in zip(choices, added, strict=True)])
+        chosen = refused.index(0.0)  # the first that no rank refuses
         self._added_now = added[chosen]
         return choices[chosen]

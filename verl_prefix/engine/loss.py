@@ -25,16 +25,16 @@ class LossKind(NamedTuple):
     """What is known of a loss function.
 
     Attributes:
-        fields: names of a batch's fields, besides tokens, through which a NaN can reach the loss; None: all.
-        sums_rows: whether it is one of `LOSSES_OF_ROWS`, or a critic's. They sum over rows, and read only tokens whose
-            response_mask is 1.
+        fields: names of what the loss reads besides outputs and tokens; None: it may read all fields of the batch.
+        is_verls: whether it is one of verl's own: of `LOSSES_OF_ROWS`, or a critic's. They sum over rows, and read only
+            tokens whose response_mask is 1.
         of_values: whether it is a critic's.
         distills: whether it is distillation_ppo_loss, which verl also calls with logits (as `processor`).
         needs_a_token: whether it raises where no token counts.
     """
 
     fields: Set[str] | None
-    sums_rows: bool = False
+    is_verls: bool = False
     of_values: bool = False
     distills: bool = False
     needs_a_token: bool = False
@@ -45,7 +45,7 @@ def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind
     are sums over tokens, and so over rows.
 
     Args:
-        fields: what a loss reads that is not verl's.
+        fields: `LossKind.fields` of a loss that is not verl's own.
 
     Source: verl/workers/utils/losses.py (ppo_loss), verl/trainer/ppo/core_algos.py (compute_policy_loss_<mode>),
     verl/trainer/distillation/losses.py (distillation_ppo_loss). These raise where no token counts:
@@ -59,12 +59,12 @@ def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind
     if not isinstance(function, functools.partial) or "config" not in function.keywords:
         return unknown
     if function.func is value_loss:  # of every token by itself, summed by agg_loss
-        return LossKind({"response_mask", "values", "returns"}, sums_rows=True, of_values=True)
+        return LossKind({"response_mask", "values", "returns"}, is_verls=True, of_values=True)
     if function.func not in (ppo_loss, distillation_ppo_loss):
         return unknown
     config = function.keywords["config"]
     mode: str = config.policy_loss.get("loss_mode", "vanilla")
-    if mode not in LOSSES_OF_ROWS or not _is_verls(get_policy_loss_fn, mode):
+    if mode not in LOSSES_OF_ROWS or not _has_verls(get_policy_loss_fn, mode):
         return unknown
     read = {"temperature", "response_mask", "advantages"}
     if mode != "gpg":
@@ -75,13 +75,13 @@ def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind
         read.add("ref_log_prob")
     if distills:
         token_losses = function.keywords["distillation_config"].distillation_loss
-        if not _is_verls(get_distillation_loss_fn, token_losses.loss_mode):
+        if not _has_verls(get_distillation_loss_fn, token_losses.loss_mode):
             return unknown
         read.add("teacher_logprobs")
-    return LossKind(read, sums_rows=True, distills=distills, needs_a_token=distills or mode == "bypass_mode")
+    return LossKind(read, is_verls=True, distills=distills, needs_a_token=distills or mode == "bypass_mode")
 
 
-def _is_verls(loss_of_mode: Callable[[str], Callable[..., Any]], mode: str) -> bool:
+def _has_verls(loss_of_mode: Callable[[str], Callable[..., Any]], mode: str) -> bool:
     """Whether verl's registry has its own loss under this name. A user may have registered another one."""
     return loss_of_mode(mode).__module__ == loss_of_mode.__module__
 
@@ -103,7 +103,7 @@ class Loss:
 
     Args:
         function: as verl's engines get it; None: outputs alone are wanted, and the loss is 1.
-        fields: floats that a loss which is not verl's reads besides outputs; None: all of the batch.
+        fields: `LossKind.fields` of a function that is not verl's own.
 
     Attributes:
         kind: what is known of the function.
@@ -114,7 +114,7 @@ class Loss:
     def __init__(self, function: LossFunction | None, fields: Set[str] | None = None) -> None:
         self.function = function
         self.kind = _kind_of(function, fields)
-        self.is_known = function is None or self.kind.sums_rows
+        self.is_known = function is None or self.kind.is_verls
 
     def warn_of_limits(self) -> None:
         """Says once what a user's loss does not get, and must not do."""
@@ -138,14 +138,15 @@ class Loss:
         policies, the batch has response_mask and old_log_probs, and all that the loss reads is finite. Where something
         is not finite, masked tokens count: on the stock path a masked NaN spoils the update, and ours must not hide it.
         A critic's head is cheap, and computes all tokens."""
-        if not self.kind.sums_rows or self.kind.of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
+        if not self.kind.is_verls or self.kind.of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
     def for_stock(self) -> LossFunction | None:
         """Returns the function as the stock path calls it. verl's would raise where no token of a micro-batch counts,
-        as in one of padding alone. Then the loss is 0, and its metrics are `neutral`, since every micro-batch must have
-        the same ones. For a micro-batch of empty responses alone it raises, as in verl's engine."""
+        as in one of padding alone. Then the loss is 0. Each `Metric` is `neutral`, since every micro-batch must have
+        the same ones; others are left out. For a micro-batch of empty responses alone it raises, as in verl's
+        engine."""
         function = self.function
         if function is None or not self.kind.needs_a_token:
             return function
@@ -154,13 +155,13 @@ class Loss:
             data, output = given.get("data"), given.get("model_output")
             if output is None or data is None or data["response_mask"].any() or not data["response_mask"].numel():
                 return function(**given)  # of top-k distillation also what is made of logits
-            mask = data["response_mask"].clone()
+            mask = data["response_mask"].clone()  # one token counts: verl's loss runs, for the names of its metrics
             (mask.values() if mask.is_nested else mask.view(-1))[0] = 1
             data = data.copy()
             data["response_mask"] = mask
             with torch.no_grad():
                 _, metrics = function(**given | {"data": data})
-            nothing = {name: neutral(x) if isinstance(x, Metric) else 0.0 for name, x in metrics.items()}
+            nothing = {name: neutral(metric) for name, metric in metrics.items() if isinstance(metric, Metric)}
             return 0.0 * next(iter(output.values())).values().sum(), nothing
 
         return or_zero

@@ -17,31 +17,11 @@ from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import limit_waves
 
 _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
-_SHORTEST_WAVE = "shortest wave"
-
-
-def _remedies(role: str, options: PrefixConfig, keeps: Memory, forward_only: bool) -> dict[str, list[str]]:
-    """Returns what to set where `_settings` has nothing, by the phase that had the error. A wave has no remedies here,
-    unless it is one row already."""
-    checkpoints = [] if keeps.checkpointed else [f"set {_checkpointing(role, keeps)}"]
-    fewer = f"lower {tokens_key(role, forward_only)}"
-    if role != "critic":
-        fewer += f" or {'log_prob' if forward_only else 'ppo'}_micro_batch_size_per_gpu"
-    phased = [] if options.schedule == "phased" else [f"set {_PREFIX}.schedule=phased"]
-    offload = [] if options.offload else [f"set {_PREFIX}.offload=True"]
-    if forward_only:  # nothing waits for a backward
-        return {"packed": [fewer, *phased], "phase_a": [fewer], _SHORTEST_WAVE: [fewer, "offload parameters"]}
-    return {
-        "packed": [fewer, *phased],
-        "phase_a": [*offload, *checkpoints, fewer],
-        "phase_c": [*checkpoints, fewer],
-        _SHORTEST_WAVE: [*checkpoints, "offload parameters"],
-    }
 
 
 def _checkpointing(role: str, keeps: Memory) -> str:
     """The overrides by which a role checkpoints its layers."""
-    if keeps.division:
+    if keeps.division:  # Megatron's, which alone divides the model
         recompute = f"{role}.megatron.override_transformer_config.recompute"
         return f"{recompute}_granularity=full, {recompute}_method=uniform and {recompute}_num_layers=1"
     model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
@@ -61,27 +41,36 @@ def _settings(plan: Plan, keeps: Memory) -> list[str]:
 
 def _advice(phase: str, plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool) -> str:
     """Returns what to set after an error in a phase of a pass."""
-    settings = _settings(plan, keeps)
-    if settings:
+    if settings := _settings(plan, keeps):
         return f"set {' and '.join(settings)}"
-    remedies = _remedies(role, options, keeps, forward_only)
-    if phase in remedies:
-        return ", or ".join(remedies[phase])
-    # The phase is a wave.
-    shortest = " or ".join(remedies[_SHORTEST_WAVE])
+    fewer = f"lower {tokens_key(role, forward_only)}"
+    if role != "critic":
+        fewer += f" or {'log_prob' if forward_only else 'ppo'}_micro_batch_size_per_gpu"
+    phased = [] if options.schedule == "phased" else [f"set {_PREFIX}.schedule=phased"]
+    # What waits for a backward, as nothing does without one.
+    offload = [] if forward_only or options.offload else [f"set {_PREFIX}.offload=True"]
+    checkpoints = [] if forward_only or keeps.checkpointed else [f"set {_checkpointing(role, keeps)}"]
+    if phase == "packed":
+        return ", or ".join([fewer, *phased])
+    if phase == "phase_a":
+        return ", or ".join([*offload, *checkpoints, fewer])
+    if phase == "phase_c":
+        return ", or ".join([*checkpoints, fewer])
+    # A wave.
+    last_resort = " or ".join([*([fewer] if forward_only else checkpoints), "offload parameters"])
     largest = plan.largest_wave
     if not largest:
-        return f"this rank ran a wave without rows, beside waves of other ranks; {shortest}"
+        return f"this rank ran a wave without rows, beside waves of other ranks; {last_resort}"
     if limit_waves(plan, largest // 2).largest_wave < largest:
         return f"set {_PREFIX}.wave_tokens={largest // 2} (largest wave: {largest} tokens)"
-    return f"the largest wave is one row already; {shortest}"
+    return f"the largest wave is one row already; {last_resort}"
 
 
 @contextmanager
 def out_of_memory_advice(
     plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool
 ) -> Iterator[None]:
-    """Context of a plan's passes: an OutOfMemoryError leaves it with a note on what to set.
+    """Context of a plan's passes, which adds a note on what to set to an OutOfMemoryError.
 
     Args:
         keeps: what the passes keep.
@@ -97,7 +86,7 @@ def out_of_memory_advice(
 
 @contextmanager
 def self_check_advice() -> Iterator[None]:
-    """Context of the self-check: an OutOfMemoryError leaves it with a note on how to do without."""
+    """Context of the self-check, which adds a note on how to do without it to an OutOfMemoryError."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -17,7 +17,7 @@ from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runs import on_device, ranges
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.fields import PIXEL_INPUTS, RECORDS, TEACHER
+from verl_prefix.engine.fields import PIXEL_INPUTS, RECORDS, TEACHER, flag
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.models.vision import PixelBatch, is_vision_config
 
@@ -32,12 +32,12 @@ FLAGS: dict[str, tuple[str, ...]] = {
 
 def flags_of(data: TensorDict) -> dict[str, bool]:
     """Reads the `FLAGS` of a batch."""
-    return {flag: bool(tu.get_non_tensor_data(data, flag, False)) for flag in FLAGS}
+    return {name: bool(flag(data, name)) for name in FLAGS}
 
 
 def policy_outputs(flags: Mapping[str, bool]) -> list[str]:
     """Names of a policy's outputs: log-probs, and what verl's flags ask for."""
-    more = [name for flag, names in FLAGS.items() if flags[flag] for name in names]
+    more = [name for asked, names in FLAGS.items() if flags[asked] for name in names]
     return more if flags["distillation_only"] else ["log_probs", *more]
 
 
@@ -77,9 +77,10 @@ class TokenOutputs:
         self.tokens = self._token_batch(self._without_last_tokens(is_read) if last_tokens else is_read)
         temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=self._device).expand(len(data))
         self._token_temperature = temperature.repeat_interleave(data["input_ids"].offsets().diff().to(self._device))
-        self._teacher = dict[str, torch.Tensor]()
+        # The teacher's rows of suffix tokens, by name, and which of these rows is each token's, [N].
+        self._teacher, self._teacher_rows = dict[str, torch.Tensor](), torch.empty(0, dtype=torch.int64)
         if self._flags["distillation_use_topk"]:
-            self._take_teacher()
+            self._teacher, self._teacher_rows = self._teacher_of_suffixes()
         self._offsets: dict[int, torch.Tensor] = {}  # [0, n] by n
         # Scratch of `scatter_to_rows`, [N]: each call writes the entries of its own rows, and reads no others.
         self._token_at = torch.empty(rows.offsets[-1], dtype=torch.int64)
@@ -114,16 +115,16 @@ class TokenOutputs:
         assert replay is not None
         return torch.zeros(self._rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
 
-    def _take_teacher(self) -> None:
-        """Takes the teacher's rows of suffix tokens to the device. `_teacher_rows[i]` is the index of token i's row
+    def _teacher_of_suffixes(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Takes the teacher's rows of suffix tokens to the device. Returns them, and the index of each token's row
         among them. A token outside of suffixes has that of the batch's last token."""
         data, offsets = self._rows.data, self._rows.offsets
         spans = zip(offsets[:-1], self._rows.prompt_lens, self._rows.response_lens, strict=True)
         places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])
         teacher_rows = torch.full((offsets[-1],), len(places) - 1)
         teacher_rows[places] = torch.arange(len(places))
-        self._teacher_rows = teacher_rows.to(self._device)
-        self._teacher = {name: data[name].values()[places.to(data[name].device)].to(self._device) for name in TEACHER}
+        teacher = {name: data[name].values()[places.to(data[name].device)].to(self._device) for name in TEACHER}
+        return teacher, teacher_rows.to(self._device)
 
     def recorded(self, plan: Plan) -> torch.Tensor:
         """Returns the routes that passes recorded, jagged [rows, tokens, layers, k] int16: a strand's in all rows that

@@ -47,7 +47,7 @@ class _Result(NamedTuple):
         numbers: of its rows.
         loss: detached, [].
         metrics: of the loss, by name.
-        metrics_count: whether the loss made metrics, and of more than padding.
+        counts: whether the metrics are reported: the loss made some, of more than hidden padding.
         outputs: of the rows, jagged [rows, tokens] by name; None: they are not wanted back.
         finite: whether the loss, the outputs, and all that the loss read are finite, [] bool.
         bad_rows: by name of an output, which rows have one that is not finite, [rows] bool.
@@ -57,7 +57,7 @@ class _Result(NamedTuple):
     numbers: list[int]
     loss: torch.Tensor
     metrics: dict[str, Any]
-    metrics_count: bool
+    counts: bool
     outputs: dict[str, torch.Tensor] | None
     finite: torch.Tensor
     bad_rows: dict[str, torch.Tensor]
@@ -69,7 +69,7 @@ def micro_batch_of(loss: Loss, data: TensorDict, numbers: Sequence[int]) -> Tens
     (no_padding_2_padding). These stay on the host, or the device would be idle for some 0.1 ms a row."""
     on_host = select_rows(data, numbers)
     micro_batch = on_host.to(get_device_id())
-    if loss.kind.sums_rows:
+    if loss.kind.is_verls:
         micro_batch.clear_device_()
         for name in {"prompts", "responses", "attention_mask"} & set(micro_batch.keys()):
             micro_batch[name] = on_host[name]
@@ -93,14 +93,14 @@ class PassResults:
         self, backend: Backend, rows: BatchRows, loss: Loss, forward_only: bool, hides_padding: bool, last_tokens: bool
     ) -> None:
         # The loss of top-k distillation reads what `token_outputs` made of the teacher's rows, and not these.
-        is_topk = loss.kind.sums_rows and rows.flag("distillation_use_topk")
+        is_topk = loss.kind.is_verls and rows.flag("distillation_use_topk")
         self._data = rows.data.exclude(ROUTES, *(TEACHER if is_topk else ()))
         tu.assign_non_tensor(self._data, use_dynamic_bsz=True)  # else verl joins outputs in the order of passes
         self._backend, self._loss = backend, loss
         self._returns_outputs = forward_only or rows.flag("return_model_output")  # on every rank or on none
         needs_masked_outputs = self._returns_outputs or loss.needs_masked_outputs(rows.data)
         self.token_outputs = TokenOutputs(backend, rows, needs_masked_outputs, last_tokens, loss.function)
-        self._padding = rows.padding if hides_padding else set[int]()
+        self._hidden = rows.padding if hides_padding else set[int]()  # numbers of rows that the loss does not get
         self._results: list[_Result] = []
 
     def step(self, packed_row: PackedRow, outputs: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ class PassResults:
         numbers = [row for group in packed_row.groups for row in group.rows]
         micro_batch = micro_batch_of(self._loss, self._data, numbers)
         model_output = self.token_outputs.scatter_to_rows(packed_row, outputs, micro_batch["input_ids"].offsets())
-        seen = [i for i, number in enumerate(numbers) if number not in self._padding]
+        seen = [i for i, number in enumerate(numbers) if number not in self._hidden]
         if len(seen) in (0, len(numbers)):
             return _PassRows(numbers, model_output, micro_batch, model_output)
         seen_output = {}
@@ -138,7 +138,7 @@ class PassResults:
             numbers=rows.numbers,
             loss=pass_loss.loss.detach(),
             metrics=pass_loss.metrics or {},
-            metrics_count=pass_loss.metrics is not None and any(row not in self._padding for row in rows.numbers),
+            counts=pass_loss.metrics is not None and any(row not in self._hidden for row in rows.numbers),
             outputs=outputs if self._returns_outputs else None,
             finite=finite,
             bad_rows={name: _has_bad_value(values) for name, values in outputs.items()},
@@ -184,10 +184,10 @@ class PassResults:
     def _joined(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Joins all results to verl's output; returns it, and how many of them had anything not finite."""
         # If only padding has metrics, they stay: verl needs some of every rank.
-        all_count = not any(result.metrics_count for result in self._results)
+        only_padding = not any(result.counts for result in self._results)
         outputs = []
         for result in self._results:
-            metrics = result.metrics if result.metrics_count or all_count else {}
+            metrics = result.metrics if result.counts or only_padding else {}
             output: dict[str, Any] = {"loss": result.loss.item(), "metrics": metrics}
             if result.outputs is not None:
                 output["model_output"] = result.outputs

@@ -171,9 +171,9 @@ class Planner:
         memory = self._headroom.choose_memory(path.plan, self._options.keep_attention, logits_once)
         return replace(path, memory=memory, meter=self._headroom.new_meter())
 
-    def update(self) -> AbstractContextManager[None]:
+    def measured_update(self) -> AbstractContextManager[None]:
         """Context of an optimizer step with its passes, after which room for later ones is measured."""
-        return self._headroom.update()
+        return self._headroom.measured_update()
 
     def _predicted_bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
         """Returns the share of a batch's time in which the stages of a pipeline are expected to wait, as a metric; {}
@@ -203,5 +203,5 @@ class Planner:
         if waves is None or leaves_room(waves, budget, offload):
             return
         why = "is over the %d tokens of a pass" if offload else "leaves nothing for prefixes of the %d tokens of a pass"
-        text = f"prefix: prefix.wave_tokens=%d {why}, and is not heeded in such; set a smaller number, or null"
+        text = f"prefix: prefix.wave_tokens=%d {why}, and is ignored there; set a smaller number, or null"
         warn_once(logger, text, waves, budget, key=self._role)

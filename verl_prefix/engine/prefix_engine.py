@@ -25,7 +25,7 @@ from verl_prefix.core.planning import pad_to_same_passes
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.checks.verify import Verification
 from verl_prefix.engine.dead_rows import num_dead
-from verl_prefix.engine.fields import RECORDS, ROUTES, TEACHER
+from verl_prefix.engine.fields import RECORDS, ROUTES, TEACHER, flag
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.metrics.pass_metrics import plan_metrics
@@ -56,12 +56,14 @@ class MiniBatch:
         loss: of these rows.
         forward_only: without gradients.
         metrics: what was counted so far, by the names of `metric_table`.
+        exchange: of its rows, which has metrics of its own; None: there was none yet.
     """
 
     given: BatchRows
     loss: Loss
     forward_only: bool
     metrics: dict[str, float] = field(default_factory=dict)
+    exchange: Exchange | None = None
 
 
 class PrefixEngine:
@@ -162,7 +164,7 @@ class PrefixEngine:
         with out_of_memory_advice(path.plan, path.memory, self._role, self.prefix_config, forward_only):
             output, pass_metrics = self.run_plan(computed, groups, path, loss, forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        mini_batch.metrics |= pass_metrics | exchange.metrics  # again: `give_back` has added its seconds
+        mini_batch.metrics |= pass_metrics
         return self._report(output, mini_batch)
 
     def _take_stock_path(self, path: StockPath, mini_batch: MiniBatch) -> dict[str, Any]:
@@ -176,7 +178,9 @@ class PrefixEngine:
 
     def _report(self, output: dict[str, Any], mini_batch: MiniBatch) -> dict[str, Any]:
         """Returns verl's output of a mini-batch with our metrics in it."""
-        reported = self._step_metrics.report(mini_batch.metrics, mini_batch.given, mini_batch.forward_only)
+        exchange_metrics = mini_batch.exchange.metrics if mini_batch.exchange else {}
+        metrics = mini_batch.metrics | exchange_metrics
+        reported = self._step_metrics.report(metrics, mini_batch.given, mini_batch.forward_only)
         output.setdefault("metrics", {}).update(reported)
         return output
 
@@ -187,11 +191,11 @@ class PrefixEngine:
             rows = rows.with_data(rows.data.exclude(*TEACHER))
         skips_dead = self.prefix_config.skip_zero_advantage and not mini_batch.forward_only
         exchange = open_exchange(
-            self.backend, self.prefix_config.exchange, rows, self.tree_rule, self._was_cut, mini_batch.loss, skips_dead
-        )
-        self._was_cut = exchange.is_cut
-        row_metrics = self._step_metrics.count_rows(exchange, self.tree_rule, mini_batch.forward_only)
-        mini_batch.metrics |= exchange.metrics | row_metrics
+            self.backend, rows, mini_batch.loss, exchange_option=self.prefix_config.exchange, tree_rule=self.tree_rule,
+            was_cut=self._was_cut, skips_dead=skips_dead,
+        )  # fmt: skip
+        self._was_cut, mini_batch.exchange = exchange.is_cut, exchange
+        mini_batch.metrics |= self._step_metrics.count_rows(exchange, self.tree_rule, mini_batch.forward_only)
         return exchange
 
     @contextmanager
@@ -251,7 +255,7 @@ class PrefixEngine:
         """verl's own `forward_backward_batch`. Routers replay, where verl's engine does, if the batch has routes or
         records them: verl's worker says so of its own batches, but not of those that ref or the self-check runs."""
         data = data.copy()
-        tu.assign_non_tensor(data, enable_routing_replay=ROUTES in data.keys() or BatchRows(data).flag(RECORDS))
+        tu.assign_non_tensor(data, enable_routing_replay=ROUTES in data.keys() or flag(data, RECORDS))
         return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
@@ -265,7 +269,7 @@ class PrefixEngine:
             tu.assign_non_tensor(data, global_batch_size=int(num_rows) // ranks.copies)
         if self._trace is not None:
             self._trace.record(rows, loss_function, ranks.max_over_ranks)
-        with self._planner.update() if self._planner else nullcontext():
+        with self._planner.measured_update() if self._planner else nullcontext():
             return super().train_batch(data, loss_function)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.core.groups import Group
-from verl_prefix.engine.fields import PIXEL_INPUTS, ROUTES
+from verl_prefix.engine.fields import PIXEL_INPUTS, ROUTES, flag
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, pixel_digests
 
 
@@ -85,7 +85,7 @@ class BatchRows:
 
     def flag(self, name: str, default: Any = False) -> Any:
         """A value that the batch has once."""
-        return tu.get_non_tensor_data(self.data, name, default)
+        return flag(self.data, name, default)
 
     @functools.cached_property
     def _lens(self) -> tuple[list[int], list[int]]:

@@ -37,7 +37,7 @@ class Reduction(NamedTuple):
 
 COUNT = Reduction(Reduce.SUM, Reduce.SUM)
 EACH = Reduction(Reduce.NONE, Reduce.NONE)
-_LARGEST = Reduction(Reduce.SUM, Reduce.MAX)
+_LARGEST_RANK = Reduction(Reduce.SUM, Reduce.MAX)
 
 # Tokens that the stock path computes, without padding.
 ROW_TOKENS = "tokens of rows"
@@ -65,16 +65,16 @@ METRICS = {
     "prefix/nonfinite_passes": COUNT._replace(by_last_stage=True),
     # Every rank knows the count of all ranks. Where rows do not travel, a rank knows `split_groups` and `SPLIT_PROMPTS`
     # of its own rows alone: the most that any rank counts is reported.
-    "prefix/cost_split_groups": _LARGEST,
-    "prefix/split_groups": _LARGEST,
-    SPLIT_PROMPTS: _LARGEST._replace(is_reported=False),
+    "prefix/cost_split_groups": _LARGEST_RANK,
+    "prefix/split_groups": _LARGEST_RANK,
+    SPLIT_PROMPTS: _LARGEST_RANK._replace(is_reported=False),
     # Ranks wait for the slowest, as in verl's own seconds.
-    "timing_s/prefix_exchange": _LARGEST,
-    "timing_s/prefix_packed": _LARGEST,
-    "timing_s/prefix_phase_a": _LARGEST,
-    "timing_s/prefix_phase_b": _LARGEST,
-    "timing_s/prefix_phase_c": _LARGEST,
-    "timing_s/prefix_verify": _LARGEST,
+    "timing_s/prefix_exchange": _LARGEST_RANK,
+    "timing_s/prefix_packed": _LARGEST_RANK,
+    "timing_s/prefix_phase_a": _LARGEST_RANK,
+    "timing_s/prefix_phase_b": _LARGEST_RANK,
+    "timing_s/prefix_phase_c": _LARGEST_RANK,
+    "timing_s/prefix_verify": _LARGEST_RANK,
     "prefix/phase_b_peak_gib": Reduction(Reduce.MAX, Reduce.MAX),
     # verl takes the mean, or the maximum.
     "prefix/placement_imbalance": EACH,

@@ -78,15 +78,15 @@ class Exchange:
 
 
 def open_exchange(
-    backend: Backend, exchange_option: str, given: BatchRows, tree_rule: TreeRule, was_cut: bool, loss: Loss,
+    backend: Backend, given: BatchRows, loss: Loss, *, exchange_option: str, tree_rule: TreeRule, was_cut: bool,
     skips_dead: bool,
 ) -> Exchange:  # fmt: skip
     """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`,
     unless the batch takes the stock path after all.
 
     Args:
-        exchange_option: `prefix.exchange`.
         given: the rows that verl handed over on this rank.
+        exchange_option: `prefix.exchange`.
         tree_rule: what rows share besides whole prompts.
         was_cut: as in `TreeRule.cuts_rows`: `is_cut` of the exchange before.
         skips_dead: dead rows are found (`dead_rows`), and cost nothing where rows are placed.
@@ -218,7 +218,7 @@ def _unpacked(
     for rank, numbers in enumerate(expected):
         rows = codec.unpack(parcels[rank])
         if (came := [row.number for row in rows]) != numbers:
-            raise RankError(f"rank {rank} sent {what} {came}, and {numbers} were to travel")
+            raise RankError(f"data-parallel rank {rank} sent {what} {came}, and {numbers} were to travel")
         arrived += rows
     return arrived
 

@@ -142,6 +142,7 @@ def _place(table: RowTable, pieces: Sequence[torch.Tensor] | None, can_travel: b
     homes = placement.ranks
     if len(homes) != len(table.keys) or set(homes) != set(range(num_ranks)):
         raise RankError(
-            f"{len(table.keys)} rows were placed on ranks {homes}; there are {num_ranks}, and each needs one"
+            f"{len(table.keys)} rows were placed on data-parallel ranks {homes}; there are {num_ranks}, and each needs "
+            "one"
         )
     return placement
