@@ -28,7 +28,7 @@ from verl.trainer.ppo.v1 import AgentLoopWorkerTQ
 from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_prefix.engine.travel.carried_pixels import with_carried_pixels
+from verl_prefix.engine.travel.pixels import with_carried_pixels
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, PIXEL_NAMES
 from verl_prefix.testing import write_tiny_vlm
 from verl_prefix.tools.plan.compose import compose_config

@@ -250,7 +250,7 @@ def _problems(batch: dict, seed: int) -> list[str]:
     ]
     counting.append(
         mock.patch(
-            "verl_prefix.engine.travel.carried_pixels._fetch",
+            "verl_prefix.engine.travel.pixels._fetch",
             lambda keys: fetched.extend(keys) or [carriers[k] for k in keys],
         )
     )
@@ -700,10 +700,10 @@ def test_rows_of_any_length_leave_no_type_behind():
 
 
 def test_rows_have_the_pixels_of_their_own_carrier_in_whatever_order_these_are_fetched(monkeypatch):
-    from verl_prefix.engine.travel.carried_pixels import with_carried_pixels
+    from verl_prefix.engine.travel.pixels import with_carried_pixels
     from verl_prefix.models.vision import CARRIED_BY, CARRIES
 
     fetched = [{CARRIES: key, "pixel_values": torch.tensor([float(i)])} for i, key in enumerate("ab")]
-    monkeypatch.setattr("verl_prefix.engine.travel.carried_pixels._fetch", lambda keys: fetched[::-1])
+    monkeypatch.setattr("verl_prefix.engine.travel.pixels._fetch", lambda keys: fetched[::-1])
     rows = with_carried_pixels([{CARRIED_BY: "b"}, {CARRIED_BY: "a"}, {CARRIED_BY: "b"}])
     assert [row["pixel_values"].item() for row in rows] == [1.0, 0.0, 1.0]

@@ -37,8 +37,8 @@ from verl_prefix.engine.routes import with_routes
 from verl_prefix.engine.row_checks import check_pixels, check_positions
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import RankError, together
-from verl_prefix.engine.travel.carried_pixels import receive_pixels
 from verl_prefix.engine.travel.exchange import Exchange, open_exchange
+from verl_prefix.engine.travel.pixels import receive_pixels
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.models.replaced import replaced
 from verl_prefix.trace.writer import TraceWriter, open_trace

@@ -3,7 +3,7 @@
 verl's agent loop puts a copy of the pixels with every rollout into TransferQueue. Its storage, every actor worker and
 all that lies between then hold G copies (verl/trainer/ppo/v1/agent_loop_tq.py). `prefix_sync` sets
 `actor_rollout_ref.rollout.agent.agent_loop_manager_class` to `SharedPixelsManager` where our engine is the only reader;
-`engine.travel.carried_pixels` gives the rows their pixels back, in the engine, which loads no agent loop.
+`engine.travel.pixels` gives the rows their pixels back, in the engine, which loads no agent loop.
 
     rollout   row a_0_0: {"pixel_values": ..., CARRIES: "a_0_0"}    row a_1_0: {CARRIED_BY: "a_0_0"}
     actor     both rows: {"pixel_values": ...}, one tensor
@@ -48,7 +48,7 @@ class SharedPixelsWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         except BaseException:
             # Its rows are not put, and verl trains on the other sessions'. Until the put begins none of these has named
             # its rows, since verl awaits nothing between their pixels and the put. If the put itself fails, one may
-            # have, and `carried_pixels` then ends the update.
+            # have, and `engine.travel.pixels` then ends the update.
             carriers = _carriers.get({})
             for digest in [digest for digest, key in carriers.items() if key.startswith(session)]:
                 del carriers[digest]

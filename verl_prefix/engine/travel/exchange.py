@@ -12,7 +12,7 @@ rows, and making buffers for tables, is outside of that.
 import itertools
 import logging
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,11 +31,11 @@ from verl_prefix.engine.grouping import TreeRule, group_rows
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import RankError, together
-from verl_prefix.engine.travel.carried_pixels import receive_pixels
 from verl_prefix.engine.travel.moves import Moves, decide_moves
+from verl_prefix.engine.travel.pixels import receive_pixels, with_pixels, without_pixels
 from verl_prefix.engine.travel.row_bytes import RowCodec, TravellingRow
 from verl_prefix.engine.travel.row_table import PADDING, uid_hashes
-from verl_prefix.models.vision import CARRIED_BY, PIXEL_NAMES, share_pixels
+from verl_prefix.models.vision import share_pixels
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ def _send_rows(given: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
     with together("sending rows"):
         codec = RowCodec.of_batch(given.data)
         parcels = [
-            codec.pack([_without_known_pixels(codec.row(number, number), home, moves) for number in numbers])
+            codec.pack([_row_to_send(codec, number, home, moves) for number in numbers])
             for home, numbers in enumerate(moves.sent)
         ]
     received = _swap(parcels, moves.ranks)
@@ -160,7 +160,7 @@ def _send_rows(given: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
         rows += _unpacked(codec, received, moves.got, "its rows")
         keys = [moves.table.keys[table_row] for table_row in moves.table_rows]
         if PIXEL_INPUTS in codec.others:
-            rows = _with_pixels(rows, keys)
+            rows = with_pixels(rows, keys)
         # verl's batch of these rows, which also gets what this rank's batch has once.
         once = {name: x.data for name, x in given.data.items() if isinstance(x, NonTensorData)}
         others = {name: [row.others[name] for row in rows] for name in codec.others}
@@ -168,6 +168,12 @@ def _send_rows(given: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
         dead = {number for number, table_row in enumerate(moves.table_rows) if moves.table.is_dead[table_row]}
         computed = computed.with_dead(dead)
     return computed, sum(map(len, parcels)) / 2**20
+
+
+def _row_to_send(codec: RowCodec, number: int, home: int, moves: Moves) -> TravellingRow:
+    """Takes out a row as it travels to `home`."""
+    row = codec.row(number, number)
+    return without_pixels(row) if moves.finds_pixels(number, home) else row
 
 
 def _return_outputs(outputs: Outputs | None, moves: Moves) -> dict[str, torch.Tensor]:
@@ -226,26 +232,3 @@ def _unpacked(
 def _check_lens(outputs: Mapping[str, Any], lens: Sequence[int]) -> None:
     if wrong := [name for name, x in outputs.items() if x.offsets().diff().tolist() != lens]:
         raise RankError(f"{', '.join(wrong)} do not have the {len(lens)} rows of this rank, or not their lengths")
-
-
-def _without_known_pixels(row: TravellingRow, home: int, moves: Moves) -> TravellingRow:
-    """Returns a row as it travels to `home`: without its pixels, if a row that stays there has them."""
-    visual = row.others.get(PIXEL_INPUTS)
-    if not visual or not moves.finds_pixels(row.number, home):
-        return row
-    visual = {name: x for name, x in visual.items() if name not in PIXEL_NAMES}
-    return row._replace(others=row.others | {PIXEL_INPUTS: visual})
-
-
-def _with_pixels(rows: Sequence[TravellingRow], keys: Sequence[Hashable]) -> list[TravellingRow]:
-    """Returns the rows, each with the pixels that a row of its group has here. No dict of the batch changes: an update
-    of several epochs asks for its rows again."""
-    visuals = [dict(row.others[PIXEL_INPUTS] or {}) for row in rows]
-    pixels = [{name: x for name, x in visual.items() if name in PIXEL_NAMES} for visual in visuals]
-    held = {key: row_pixels for key, row_pixels in zip(keys, pixels, strict=True) if row_pixels}
-    with_pixels = []
-    for key, row, visual in zip(keys, rows, visuals, strict=True):
-        if key in held:  # also where pixels were all that a row had, before they stayed behind
-            visual = {name: x for name, x in visual.items() if name != CARRIED_BY} | held[key]
-        with_pixels.append(row._replace(others=row.others | {PIXEL_INPUTS: visual}))
-    return with_pixels

@@ -25,6 +25,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from math import inf
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,15 @@ from verl_prefix.engine.rows import BatchRows
 LAST_CUTS = 8  # cuts at a row's end that other ranks hear of: more than the messages that a turn adds
 
 
+class _Piece(NamedTuple):
+    """A piece of a row, or the logits of its response. number: the row's; end: in the row's tokens."""
+
+    number: int
+    end: int
+    cost: float
+    is_logits: bool = False
+
+
 def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> torch.Tensor:
     """Describes the pieces of this rank's rows, int64 [pieces, 3]: the row's number, 64 bits that name the piece, and
     its cost as the bits of a double. A dead row, or one without a response, has no piece.
@@ -49,7 +59,7 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> 
     shorter, may have the same name at a lower cost; `_cheapest_pieces` takes that.
     """
     cost = functools.cache(functools.partial(row_cost, shape))
-    numbers, piece_ends, costs, is_logits = list[int](), list[int](), list[float](), list[bool]()  # of each piece
+    pieces: list[_Piece] = []
     lens_and_cuts = zip(rows.prompt_lens, rows.response_lens, row_cuts(rows, tree_rule), strict=True)
     for number, (prompt_len, response_len, cuts) in enumerate(lens_and_cuts):
         if not response_len or number in rows.dead:
@@ -60,14 +70,15 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> 
         layer_costs = [after - before for before, after in itertools.pairwise([0.0, *costs_to_end])]
         # The whole row, less all its layers: what is left is lm_head.
         logits_cost = sum(cost(prompt_len - 1, response_len)) - costs_to_end[-1]
-        numbers += [number] * (len(ends) + 1)
-        piece_ends += [*ends, ends[-1]]
-        costs += [*layer_costs, logits_cost]
-        is_logits += [False] * len(ends) + [True]
-    names = Hashes(mix(rows.data["input_ids"].values().cpu()), rows.offsets).of(numbers, piece_ends)
-    names = torch.where(torch.tensor(is_logits, dtype=torch.bool), ~names, names)
-    cost_bits = torch.tensor(costs, dtype=torch.float64).view(torch.int64)
-    return torch.stack([torch.tensor(numbers, dtype=torch.int64), names, cost_bits], 1)
+        pieces += [_Piece(number, end, layer_cost) for end, layer_cost in zip(ends, layer_costs, strict=True)]
+        pieces.append(_Piece(number, ends[-1], logits_cost, is_logits=True))
+    numbers = [piece.number for piece in pieces]
+    names = Hashes(mix(rows.data["input_ids"].values().cpu()), rows.offsets).of(
+        numbers, [piece.end for piece in pieces]
+    )
+    is_logits = torch.tensor([piece.is_logits for piece in pieces], dtype=torch.bool)
+    cost_bits = torch.tensor([piece.cost for piece in pieces], dtype=torch.float64).view(torch.int64)
+    return torch.stack([torch.tensor(numbers, dtype=torch.int64), torch.where(is_logits, ~names, names), cost_bits], 1)
 
 
 def costs_of_sessions(

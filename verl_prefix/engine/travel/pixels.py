@@ -1,12 +1,21 @@
-"""Pixels that one row of a prompt carries for the prompt's other rows, as `trainer.shared_pixels` sends them."""
+"""Pixels of rows on their way. They are large, so that rows with the same pixels send them once.
 
-from collections.abc import Sequence
+    way                          who leaves pixels out                                      who puts them back
+    from the rollout to a rank   all rows of a prompt but one (`trainer.shared_pixels`)     `receive_pixels`
+    from rank to rank            a row, where a row that stays at its home has the pixels   `with_pixels`
+                                 (`without_pixels`)
+
+On a rank the rows with equal pixels hold one tensor of them (`models.vision.share_pixels`).
+"""
+
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.engine.fields import PIXEL_INPUTS
+from verl_prefix.engine.travel.row_bytes import TravellingRow
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, PIXEL_NAMES, RowPixels
 
 PARTITION = "train"
@@ -41,14 +50,14 @@ def with_carried_pixels(rows: Sequence[RowPixels]) -> list[RowPixels]:
     wanted = {row[CARRIED_BY] for row in rows if row and CARRIED_BY in row}
     if missing := sorted(wanted - set(carried)):
         carried |= {row[CARRIES]: row for row in _fetch(missing)}
-    with_pixels: list[RowPixels] = []
+    whole_rows: list[RowPixels] = []
     for row in rows:
         if row:
             carrier = carried[row[CARRIED_BY]] if CARRIED_BY in row else {}
             row = {name: x for name, x in row.items() if name not in (CARRIES, CARRIED_BY)}
             row |= {name: carrier[name] for name in PIXEL_NAMES if name in carrier}
-        with_pixels.append(row)
-    return with_pixels
+        whole_rows.append(row)
+    return whole_rows
 
 
 def _fetch(keys: list[str]) -> list[dict[str, Any]]:
@@ -67,3 +76,30 @@ def _fetch(keys: list[str]) -> list[dict[str, Any]]:
             "which every row carries its own"
         ) from reason
     return rows
+
+
+def without_pixels(row: TravellingRow) -> TravellingRow:
+    """Returns a row without its pixels."""
+    inputs = row.others.get(PIXEL_INPUTS) or {}
+    inputs = {name: x for name, x in inputs.items() if name not in PIXEL_NAMES}
+    return row._replace(others=row.others | {PIXEL_INPUTS: inputs})
+
+
+def with_pixels(rows: Sequence[TravellingRow], keys: Sequence[Hashable]) -> list[TravellingRow]:
+    """Returns the rows, each with the pixels that a row of its group has here. No dict of the batch changes: an update
+    of several epochs asks for its rows again.
+
+    Args:
+        keys: of each row: equal in a group.
+    """
+    inputs_of_rows = [dict(row.others[PIXEL_INPUTS] or {}) for row in rows]
+    pixels_of_key = {}
+    for key, inputs in zip(keys, inputs_of_rows, strict=True):
+        if pixels := {name: x for name, x in inputs.items() if name in PIXEL_NAMES}:
+            pixels_of_key[key] = pixels
+    whole_rows = []
+    for key, row, inputs in zip(keys, rows, inputs_of_rows, strict=True):
+        if key in pixels_of_key:  # also where pixels were all that a row had, before they stayed behind
+            inputs = {name: x for name, x in inputs.items() if name != CARRIED_BY} | pixels_of_key[key]
+        whole_rows.append(row._replace(others=row.others | {PIXEL_INPUTS: inputs}))
+    return whole_rows
