@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
-from verl_prefix.core.output_index import OutputIndex
 from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.runs import on_device
@@ -147,7 +146,7 @@ class PackedForward:
         """Outputs [m, k] of a packed row's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
         output, and outputs of phases A around."""
         index = packed_row.output_index
-        if self.model.is_early_stage or not isinstance(index, OutputIndex):
+        if self.model.is_early_stage or index is None:
             return outputs
         gathered = outputs.new_empty(len(index.places), outputs.shape[-1])
         for level in index.levels.unique().tolist():

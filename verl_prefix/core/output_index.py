@@ -1,7 +1,7 @@
 """Which outputs rows read, and where each is computed: in a suffix, or in deeper trees also in a strand."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -30,10 +30,10 @@ class OutputIndex(NamedTuple):
             chosen[is_own.nonzero()[0]] = True
         return OutputIndex(self.places[chosen], self.levels[chosen], self.row_tokens[chosen])
 
-
-# The outputs of a packed row that are read: those of an index; those of all suffix tokens, in their order, as in groups
-# of one prompt; or none, as in a dummy and in a phase A of groups of one prompt.
-Outputs = OutputIndex | Literal["suffixes"] | None
+    def tokens_at(self, level: int) -> torch.Tensor:
+        """[m] int64: the tokens of the packed row of `level` that compute outputs, in ascending order, each once."""
+        tokens: torch.Tensor = self.row_tokens[self.levels == level].unique()
+        return tokens
 
 
 class RowReads(NamedTuple):

@@ -23,7 +23,7 @@ import torch
 from verl_prefix.core.call_builder import calls_of
 from verl_prefix.core.calls import AttentionParams, Call, built_once
 from verl_prefix.core.groups import Group
-from verl_prefix.core.output_index import OutputIndex, Outputs, RowReads, index_outputs
+from verl_prefix.core.output_index import OutputIndex, RowReads, index_outputs
 from verl_prefix.core.prefix_source import PrefixSource
 from verl_prefix.core.runs import Path, Segment, end_of, ranges
 from verl_prefix.core.states import StateIndex
@@ -41,7 +41,8 @@ class PackedRow:
         segments: the strands, then the suffixes.
         groups: the groups of which it computes strands, suffixes or both; none in a dummy.
         source: the prefix source, by whose tokens paths count.
-        output_index: the outputs that rows read: those of an index, of all "suffixes", or None.
+        output_index: the outputs that rows read; None: there are none, as in a dummy, and in a phase A of groups of one
+            prompt.
         state_paths: paths that end in this packed row's strands and that some segment continues, in the order of their
             ends. A recurrent layer leaves a state after each.
         outer: of a nested pass, the packed row of the phase A around it; None: nothing is around it.
@@ -53,7 +54,7 @@ class PackedRow:
     segments: tuple[Segment, ...]
     groups: tuple[Group, ...] = ()
     source: PrefixSource = PrefixSource()
-    output_index: Outputs = None
+    output_index: OutputIndex | None = None
     state_paths: tuple[Path, ...] = ()
     outer: "PackedRow | None" = None
     num_strands: int = 0
@@ -90,31 +91,21 @@ class PackedRow:
     @property
     def output_places(self) -> torch.Tensor:
         """[n] int64: the place in the batch of each output that rows read, which gives the next token's log-prob."""
-        if isinstance(self.output_index, OutputIndex):
-            return self.output_index.places
-        return self.places[self.num_strand_tokens :] if self.output_index == "suffixes" else self.places[:0]
+        return self.places[:0] if self.output_index is None else self.output_index.places
 
     @functools.cached_property
     def head_tokens(self) -> torch.Tensor:
         """[m] int64: tokens of the packed row that go through lm_head, in ascending order. Where no output is read, the
         last token does: backward starts there."""
-        if isinstance(self.output_index, OutputIndex):
-            is_own = self.output_index.levels == self.source.level
-            own: torch.Tensor = self.output_index.row_tokens[is_own].unique()
-            return own
-        first = self.num_strand_tokens if self.output_index == "suffixes" else self.num_tokens - 1
-        return torch.arange(first, self.num_tokens)
+        if self.output_index is None:
+            return torch.arange(self.num_tokens - 1, self.num_tokens)
+        return self.output_index.tokens_at(self.source.level)
 
     def with_outputs(self, is_read: torch.Tensor) -> "PackedRow":
         """The packed row that reads only outputs of the batch's tokens `is_read` [N] (bool). One output of its own
         always stays, since a backward needs a start. A packed row without outputs stays as it is."""
         index = self.output_index
-        if index is None:
-            return self
-        if index == "suffixes":
-            tokens = self.head_tokens
-            index = OutputIndex(self.places[tokens], torch.full_like(tokens, self.source.level), tokens)
-        return replace(self, output_index=index.only(is_read, self.source.level))
+        return self if index is None else replace(self, output_index=index.only(is_read, self.source.level))
 
     def calls(self, params: AttentionParams, device: torch.device) -> tuple[Call, ...]:
         """A layer's kernel calls, the first over all queries; built once for all layers of the same `params`."""
@@ -126,10 +117,11 @@ class PackedRow:
 def pack_groups(
     groups: Sequence[Group], offsets: Sequence[int], phase: Phase = "packed", outer: PackedRow | None = None
 ) -> PackedRow:
-    """Builds the packed row of `groups`, best in the order of `planning.live_in_pass_order`. Without anything to
-    compute it is a dummy: one token of the batch that reads itself. So is a phase A of prompts of one token.
+    """Builds the packed row of `groups`. Without anything to compute it is a dummy: one token of the batch that reads
+    itself. So is a phase A of prompts of one token.
 
     Args:
+        groups: in the order of `planning.live_in_pass_order` cross calls copy no queries.
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
         phase: which forward it is for; a phase A has no suffixes.
         outer: of a nested pass, the packed row of the phase A around it; it and those around it have the outer strands
@@ -152,9 +144,6 @@ def pack_groups(
     if not computed:
         first_token = torch.zeros(1, dtype=torch.int64)
         return PackedRow(first_token, (Segment(1),), source=source, outer=outer, phase=phase)
-    output_index: Outputs = "suffixes" if has_suffixes else None
-    if any(row.num_outputs != row.suffix_len for row in rows):
-        output_index = index_outputs(rows, source, has_suffixes)
     # Suffixes that a phase A does not compute continue its paths all the same.
     state_paths = {segment.path for _, segment in [*strands, *suffixes] if end_of(segment.path) > source.own_start}
     return PackedRow(
@@ -162,7 +151,7 @@ def pack_groups(
         segments=tuple(segment for _, segment in computed),
         groups=tuple(groups),
         source=source,
-        output_index=output_index,
+        output_index=index_outputs(rows, source, has_suffixes),
         state_paths=tuple(sorted(state_paths, key=end_of)),
         outer=outer,
         num_strands=len(strands),

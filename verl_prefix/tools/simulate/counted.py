@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from verl_prefix.core import forward
 from verl_prefix.core.forward import _OUTPUTS, PackedForward
 from verl_prefix.core.groups import Group
-from verl_prefix.core.output_index import OutputIndex, num_own_strand_outputs
+from verl_prefix.core.output_index import num_own_strand_outputs
 from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
@@ -28,12 +28,14 @@ class CountedForward(PackedForward):
         self, outputs: torch.Tensor, packed_row: PackedRow, caches: Sequence[PrefixCache]
     ) -> torch.Tensor:
         index = packed_row.output_index
-        if not isinstance(index, OutputIndex) or not isinstance(packed_row.places, FakeTensor):
+        if index is None or not isinstance(packed_row.places, FakeTensor):
             return super()._gather_outputs(outputs, packed_row, caches)
         total, left = (
             len(index.row_tokens),
             sum(map(functools.partial(_read_around, packed_row), packed_row.groups)),
         )
+        if total == len(outputs) and not left:
+            return outputs
         own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
         if not left:
             return own_read
@@ -67,7 +69,7 @@ _head_tokens: Any = vars(PackedRow)["head_tokens"].func
 
 def _counted_head_tokens(packed_row: PackedRow) -> torch.Tensor:
     """`PackedRow.head_tokens`, of fake tokens by their number."""
-    if not isinstance(packed_row.output_index, OutputIndex) or not isinstance(packed_row.places, FakeTensor):
+    if packed_row.output_index is None or not isinstance(packed_row.places, FakeTensor):
         whole: torch.Tensor = _head_tokens(packed_row)
         return whole
     kept = sum(num_own_strand_outputs(group) for group in packed_row.groups) if packed_row.num_strand_tokens else 0
