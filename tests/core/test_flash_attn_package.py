@@ -182,7 +182,8 @@ def test_the_first_log_line_says_what_a_missing_fa3_costs_and_how_to_install_it(
         "each): pip install --no-deps flash-attn-3 --index-url https://download.pytorch.org/whl/cu128"
     )
     end = "" if "FA3" in modules else f"; {told}"
-    assert line == f"prefix: attention kernel auto: verl_prefix.core.kernels.{chosen}{end}"
+    package = f" ({getattr(flash_attn, [*modules][-1])})" if modules else ""
+    assert line == f"prefix: attention kernel auto: verl_prefix.core.kernels.{chosen}{package}{end}"
     monkeypatch.setattr(
         doctor, "_platform", lambda: types.SimpleNamespace(device_name="cuda", is_available=lambda: True)
     )

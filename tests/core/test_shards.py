@@ -79,9 +79,9 @@ def _states(family: str, case: str, checkpointed: bool) -> dict:
     """Errors against HF of a model with recurrent layers, and shapes of the states that a cache holds."""
     held, capture, batch = set(), PrefixCache.capture, _batch(case)
 
-    def looked_at(cache, key, *left, beside=()):
-        held.update([tuple(left[0].shape[1:])] if beside else ())
-        return capture(cache, key, *left, beside=beside)
+    def looked_at(cache, key, *left, other_outputs=()):
+        held.update([tuple(left[0].shape[1:])] if other_outputs else ())
+        return capture(cache, key, *left, other_outputs=other_outputs)
 
     truth = build(family).double()
     with pytest.MonkeyPatch.context() as patch, short_chunks():

@@ -12,8 +12,8 @@ def changed_states(patch, change):
     """Suffixes start from other states: change(forward_context, key, states)."""
     made = recurrence._initial_states
 
-    def changed(forward_context, key, own, of, device):
-        found = made(forward_context, key, own, of, device)
+    def changed(forward_context, key, of, device, own=None):
+        found = made(forward_context, key, of, device, own)
         return found if found is None or of == "strands" else change(forward_context, key, found)
 
     patch.setattr(recurrence, "_initial_states", changed)

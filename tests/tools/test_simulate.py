@@ -638,7 +638,7 @@ def package_on_fake_tensors(recorded: str) -> tuple[str, Callable[..., Any], Cal
     """A flash-attn package as `flash_attn._choose` finds it: functions with the recorded arguments, which return
     empty tensors."""
     known = json.loads((Path(__file__).parents[1] / "core" / "flash_attn_signatures.json").read_text())["interfaces"]
-    name = getattr(flash_attn, f"_{recorded[:3]}")
+    name = getattr(flash_attn, recorded[:3])
     return name, *(_without_values(known[recorded][function]) for function in flash_attn._INTERFACES[name][:2])
 
 

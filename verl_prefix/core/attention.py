@@ -6,6 +6,7 @@ its own set and returns the log-sum-exp of its scores. From these the outputs co
 backward each call gets the merged out and lse, and so returns its own keys' exact share of the gradients.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,13 +46,12 @@ class GroupedAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
         anchor: torch.Tensor | None, site: AttentionSite, kept: Kept | None,
     ) -> torch.Tensor:  # fmt: skip
-        packed_row, kernel, params, caches, layer = site
+        packed_row, kernel, params, _, layer = site
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
         else:
             causal, *crosses = packed_row.calls(params, q.device)
-            levels = [*(cache.read(layer) for cache in caches), (k, v)]
-            all_k, all_v = [keys for keys, _ in levels], [values for _, values in levels]
+            all_k, all_v = _by_level(site, k, v)
             out, lse = kernel.forward(q, causal.keys(all_k), causal.keys(all_v), causal)
             for call in crosses:
                 part = kernel.forward(q[call.queries], call.keys(all_k), call.keys(all_v), call)
@@ -69,39 +69,17 @@ class GroupedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        packed_row, kernel, params, caches, layer = ctx.site
-        calls = packed_row.calls(params, q.device)
-        levels = [*(cache.read(layer) for cache in caches), (k, v)]
-        all_k, all_v = [keys for keys, _ in levels], [values for _, values in levels]
+        site: AttentionSite = ctx.site
         dout = dout.contiguous()
-
-        def backward_of(call: Call) -> tuple[torch.Tensor, ...]:
-            """dq of the call's queries, and dk, dv of all its keys."""
-            at, keys, values = call.queries, call.keys(all_k), call.keys(all_v)
-            grads: tuple[torch.Tensor, ...] = kernel.backward(
-                dout[at], (q[at], keys, values, out[at], lse[:, at]), call
-            )
-            return grads
-
-        def send(call: Call, dk_call: torch.Tensor, dv_call: torch.Tensor) -> None:
-            """Adds the gradients of prefix keys to those of this packed row's strands, or to grad caches."""
-            for prefix in call.prefixes:
-                grads = (prefix.summed(grad[prefix.at]) for grad in (dk_call, dv_call))
-                if prefix.level == packed_row.source.level:
-                    strand_gradients.add(prefix.grad_tokens, *grads)
-                elif caches[prefix.level].anchor(layer).requires_grad:
-                    caches[prefix.level].add_grad(layer, prefix.grad_tokens, *grads)
-
-        causal, *crosses = calls
+        backward_of = functools.partial(_backward_of, site.kernel, dout, q, *_by_level(site, k, v), out, lse)
+        causal, *crosses = site.packed_row.calls(site.params, q.device)
         dq, *causal_grads = backward_of(causal)
-        dk, dv = (grad[causal.own_at] for grad in causal_grads)  # apart from the keys of its prefixes
-        strand_gradients = _StrandGradients(dk, dv, packed_row, calls)
-        send(causal, *causal_grads)
+        key_gradients = _KeyGradients(site, causal, crosses, causal_grads)
         for call in crosses:
             dq_call, *grads = backward_of(call)
-            dq[call.queries] += dq_call
-            send(call, *grads)
-        strand_gradients.write_back()
+            dq[call.queries] += dq_call  # a query is in one cross call of each level; a key may be in many calls
+            key_gradients.send(call, grads)
+        dk, dv = key_gradients.of_own_keys()
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
@@ -109,30 +87,59 @@ class GroupedAttention(torch.autograd.Function):
         return dq, dk, dv, dsinks, None, None, None
 
 
-class _StrandGradients:
-    """Gradients of keys and values of a packed row's own strands, which cross calls add to those of the causal call.
+def _by_level(site: AttentionSite, k: torch.Tensor, v: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Keys of each level of the prefix source, those k, v of the packed row itself last; and values likewise."""
+    pairs = [*(cache.read(site.layer) for cache in site.caches), (k, v)]
+    return [keys for keys, _ in pairs], [values for _, values in pairs]
 
-    They add up in fp32, as those of waves in the grad cache, unless one call reads one slice: then in place.
+
+def _backward_of(
+    kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, all_k: list[torch.Tensor], all_v: list[torch.Tensor],
+    out: torch.Tensor, lse: torch.Tensor, call: Call,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """dq of the call's queries, and dk, dv of all its keys."""
+    at = call.queries
+    return kernel.backward(dout[at], (q[at], call.keys(all_k), call.keys(all_v), out[at], lse[:, at]), call)
+
+
+class _KeyGradients:
+    """Gradients of the keys and values that a layer's calls read. Those of the packed row's own keys begin as the
+    causal call's; cross calls add to those of its strands. Those of other prefix keys go to grad caches.
+
+    Gradients of strands add up in fp32, as those of waves in the grad cache, unless one call reads one slice: then in
+    place.
 
     Args:
-        dk, dv: [T, K, D], of the causal call.
+        causal_grads: dk and dv [n, K, D] of the causal call.
     """
 
-    def __init__(self, dk: torch.Tensor, dv: torch.Tensor, packed_row: PackedRow, calls: Sequence[Call]) -> None:
-        own_level = packed_row.source.level
-        read = [keys.grad_tokens for call in calls for keys in call.prefixes if keys.level == own_level]
+    def __init__(
+        self, site: AttentionSite, causal: Call, crosses: Sequence[Call], causal_grads: Sequence[torch.Tensor]
+    ) -> None:
+        self._site, packed_row = site, site.packed_row
+        prefixes = [prefix for call in (causal, *crosses) for prefix in call.prefixes]
+        read = [prefix.grad_tokens for prefix in prefixes if prefix.level == packed_row.source.level]
+        self._own = [grad[causal.own_at] for grad in causal_grads]
         adds_up = len(read) > 1 or any(isinstance(at, torch.Tensor) for at in read)
-        wide = torch.promote_types(dk.dtype, torch.float32) if adds_up else dk.dtype
-        self._strand_grads = [x[: packed_row.num_strand_tokens] for x in (dk, dv)]  # strands are its first tokens
-        self._totals = [x.to(wide) for x in self._strand_grads]
+        self._strands = [x[: packed_row.num_strand_tokens] for x in self._own]  # strands are its first tokens
+        wide = torch.promote_types(self._own[0].dtype, torch.float32)
+        self._totals = [x.to(wide) if adds_up else x for x in self._strands]
+        self.send(causal, causal_grads)
 
-    def add(self, at: slice | torch.Tensor, *grads: torch.Tensor) -> None:
-        """Adds the gradients of a call, of the strands' tokens `at`."""
-        for total, grad in zip(self._totals, grads, strict=True):
-            add_at(total, at, grad)
+    def send(self, call: Call, grads: Sequence[torch.Tensor]) -> None:
+        """Adds dk and dv of a call's prefix keys to those of this packed row's strands, or to grad caches."""
+        packed_row, _, _, caches, layer = self._site
+        for prefix in call.prefixes:
+            parts = (prefix.summed(grad[prefix.at]) for grad in grads)
+            if prefix.level == packed_row.source.level:
+                for total, part in zip(self._totals, parts, strict=True):
+                    add_at(total, prefix.grad_tokens, part)
+            elif caches[prefix.level].anchor(layer).requires_grad:
+                caches[prefix.level].add_grad(layer, prefix.grad_tokens, *parts)
 
-    def write_back(self) -> None:
-        """Writes what has added up into `dk` and `dv`."""
-        for grads, total in zip(self._strand_grads, self._totals, strict=True):
-            if total is not grads:
-                grads.copy_(total)
+    def of_own_keys(self) -> list[torch.Tensor]:
+        """dk and dv [T, K, D] of the packed row's own keys, after every call was sent."""
+        for strand_grads, total in zip(self._strands, self._totals, strict=True):
+            if total is not strand_grads:
+                strand_grads.copy_(total)
+        return self._own

@@ -60,7 +60,7 @@ class _CallBuilder:
 
     def __init__(self, params: AttentionParams, device: torch.device, level_starts: Sequence[int]) -> None:
         self._params, self._device = params, device
-        self._levels = list(pairwise((*level_starts, sys.maxsize)))  # first token of each level, and its end
+        self._level_bounds = list(pairwise((*level_starts, sys.maxsize)))  # first token of each level, and its end
 
     def causal_call(self, segments: Sequence[Segment], is_far: Sequence[bool]) -> Call:
         """The call in which every segment reads itself, and a far segment also its tail."""
@@ -85,12 +85,12 @@ class _CallBuilder:
             starts: where the keys of each segment begin among the call's keys.
         """
         readers = _joined(zip(tails, starts, strict=True))  # of each tail: where the keys of its segments begin
-        for level, (first, end) in enumerate(self._levels):
+        for level, (first, end) in enumerate(self._level_bounds):
             at, tokens, grad_tokens, copies = list[Run](), list[Run](), list[Run](), list[tuple[int, int]]()
             for tail, tail_starts in readers:
                 if part := part_of(tail, first, end):
-                    length, before = len_of(part), len_of(part_of(tail, 0, first))
-                    at += [(start + before, length) for start in tail_starts]
+                    length, num_before = len_of(part), len_of(part_of(tail, 0, first))
+                    at += [(start + num_before, length) for start in tail_starts]
                     tokens += part * len(tail_starts)
                     grad_tokens += part
                     copies.append((len(tail_starts), length))
@@ -105,7 +105,7 @@ class _CallBuilder:
         Args:
             near: near segments, each after the number of its first token in the packed row.
         """
-        for level, (first, end) in enumerate(self._levels):
+        for level, (first, end) in enumerate(self._level_bounds):
             parts = [(part_of(segment.path, first, end), (start, segment.length)) for start, segment in near]
             for blocks in _blocks_of_calls(_joined(parts)):
                 yield self._cross_call(blocks, level)

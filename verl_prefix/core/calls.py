@@ -164,17 +164,17 @@ class Call(NamedTuple):
     own_at: slice | torch.Tensor | None = ALL
     prefixes: tuple[PrefixKeys, ...] = ()
 
-    def keys(self, levels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Keys or values [n, K, D] of the call, of `levels`: [P, K, D] of each phase A around, and last those of the
-        packed row itself, [T, K, D]."""
-        own = levels[-1]
+    def keys(self, by_level: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Keys or values [n, K, D] of the call, from those of each level: [P, K, D] of each phase A around, and last
+        [T, K, D] of the packed row itself."""
+        own = by_level[-1]
         if not self.prefixes:  # then `own_at` is all of them
             return own
         if self.own_at is None:
             (prefix,) = self.prefixes
-            return levels[prefix.level][prefix.strand_tokens]
+            return by_level[prefix.level][prefix.strand_tokens]
         keys = own.new_empty(self.spans.k[-1], *own.shape[1:])
         keys[self.own_at] = own
         for prefix in self.prefixes:
-            keys[prefix.at] = levels[prefix.level][prefix.strand_tokens]
+            keys[prefix.at] = by_level[prefix.level][prefix.strand_tokens]
         return keys

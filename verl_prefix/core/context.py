@@ -8,7 +8,7 @@ from verl_prefix.core.attention import AttentionSite, GroupedAttention, Kept
 from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.kernels import choose_kernel
 from verl_prefix.core.packed_row import PackedRow
-from verl_prefix.core.prefix_cache import LayerKey, PrefixCache, ran_twice
+from verl_prefix.core.prefix_cache import LayerKey, PrefixCache, twice_error
 from verl_prefix.core.sequence_parallel import Shards
 
 
@@ -29,8 +29,8 @@ class ForwardContext:
         shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
         head_tokens: [n] int64, which of this rank's tokens go through lm_head; None: all.
         routes: [n, layers, k] int16: the experts that each of this rank's tokens goes to in each of the model's layers.
-            An entry that names k different experts is used. Any other is filled in: the router chooses, and writes its
-            choice there. None: routers choose, and nothing is written.
+            Entries of -1 in all k places are filled in: the router chooses, and writes its choice there. Models of
+            Hugging Face also fill in entries that name an expert twice. None: routers choose, and nothing is written.
 
     Attributes:
         kept: attention outputs that wait for backward; None: they are not kept.
@@ -74,7 +74,7 @@ class ForwardContext:
         """
         in_backward = torch._C._current_graph_task_id() >= 0  # where gradient checkpointing runs a layer again
         if layer in self._layers_run and not in_backward:
-            raise ran_twice(layer)
+            raise twice_error(layer)
         self._layers_run.add(layer)
         self.num_calls += 1
         kernel = choose_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1], softcap=params.softcap is not None)

@@ -1,5 +1,6 @@
 """One packed row through the model: its tokens forward, and of their logits what the loss needs."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
 from verl_prefix.core.packed_row import PackedRow
-from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
+from verl_prefix.core.prefix_cache import OUTPUTS, PrefixCache, ReadPrefix
 from verl_prefix.core.runs import on_device
 from verl_prefix.core.sequence_parallel import Shards
 
@@ -20,7 +21,6 @@ LogitsFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # As `LogitsFn`, but its first argument [n] counts among the forward's `head_tokens`: a model knows no places.
 HeadFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LOGITS_CHUNK = 4096  # tokens whose logits exist at once, where nobody says otherwise
-_OUTPUTS = "outputs"  # key of the prefix cache: outputs of strand tokens
 
 
 class PassOutputs(NamedTuple):
@@ -59,10 +59,11 @@ class Model(Protocol):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_context: ForwardContext,
         of_head: HeadFn | None, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Runs a packed row [T] forward; returns the outputs [n, k] of `forward_context.head_tokens` [n]. Whether these
-        require a gradient is the same on all ranks, whatever their tokens are: it decides whether there is a phase C.
+        """Runs a packed row [T] forward; returns the outputs [n, k] of `forward_context.head_tokens` [n]. Either these
+        require a gradient on all ranks, whatever their tokens are, or on none: that decides whether there is a phase C.
 
-        With `of_head` None nobody reads the result. It is [n, 1], without lm_head; a backward can start from it."""
+        With `of_head` None nobody reads the result. It is [n, 1], without lm_head, and depends on every layer's
+        attention: phase C walks its graph, and a layer that is not in it loses the gradients that waves sent."""
 
 
 @dataclass(frozen=True)
@@ -132,15 +133,15 @@ class PackedForward:
             result = self._run(batch, packed_row, outer_caches, own_cache=cache, runs_head=reads_strands)
             if packed_row.output_index is None or self.model.is_early_stage:
                 return result
-            return cache.capture(_OUTPUTS, result)[0]
+            return cache.capture(OUTPUTS, result)[0]
 
     def packed(self, batch: TokenBatch, packed_row: PackedRow, outer_caches: Sequence[PrefixCache]) -> PassOutputs:
         """The forward of a packed pass; `outer_caches` are those of the phases A around it, the outermost first."""
         with self.context():
             outputs = self._run(batch, packed_row, outer_caches)
-            return PassOutputs(packed_row, self._gather_outputs(outputs, packed_row, outer_caches))
+            return PassOutputs(packed_row, self.gather_outputs(outputs, packed_row, outer_caches))
 
-    def _gather_outputs(
+    def gather_outputs(
         self, outputs: torch.Tensor, packed_row: PackedRow, caches: Sequence[PrefixCache]
     ) -> torch.Tensor:
         """Outputs [m, k] of a packed row's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
@@ -149,13 +150,13 @@ class PackedForward:
         if self.model.is_early_stage or index is None:
             return outputs
         gathered = outputs.new_empty(len(index.places), outputs.shape[-1])
-        for level in index.levels.unique().tolist():
-            is_here = index.levels == level
+        for level in index.level_of.unique().tolist():
+            is_here = index.level_of == level
             read, computed = index.row_tokens[is_here], packed_row.levels[level].head_tokens
             at = on_device(torch.searchsorted(computed, read), outputs.device)
             if level < packed_row.source.level:
-                (of_phase_a,) = caches[level].read(_OUTPUTS)
-                part: torch.Tensor = ReadPrefix.apply(of_phase_a, at, caches[level], _OUTPUTS)  # type: ignore[no-untyped-call]
+                (of_phase_a,) = caches[level].read(OUTPUTS)
+                part: torch.Tensor = ReadPrefix.apply(of_phase_a, at, caches[level], OUTPUTS)  # type: ignore[no-untyped-call]
             elif torch.equal(read, computed):
                 part = outputs
             else:
@@ -180,14 +181,8 @@ class PackedForward:
             packed_row, self.kernel, own_cache, outer_caches, keeps_attention and torch.is_grad_enabled(),
             shards=share.shards, head_tokens=head_tokens, routes=routes,
         )  # fmt: skip
-        of_head: HeadFn | None = None
-        if runs_head:
-            of_logits = _sum_logits if packed_row.output_index is None else self.of_logits
-            head_places = places[head_tokens]
-
-            def of_head(which: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-                return of_logits(head_places[which], logits)
-
+        of_logits = _sum_logits if packed_row.output_index is None else self.of_logits
+        of_head = functools.partial(_of_head, of_logits, places[head_tokens]) if runs_head else None
         result = self.model.token_outputs(
             batch.input_ids[places], batch.position_ids[..., places], forward_context, of_head, self.logits_chunk,
             pixels=batch.pixels.of(packed_row.groups, device, share.tokens) if batch.pixels else {},
@@ -204,14 +199,14 @@ class _Share(NamedTuple):
         places: [t] int64, of these tokens in the batch.
         head_tokens: [m] int64, which of these tokens go through lm_head.
         tokens: [t] int64, which of the packed row's tokens these are; None: all.
-        gathered_at: of `Shards.gather`; None without shards.
+        gather: outputs [m, k] of `head_tokens` -> [n, k] of those of all ranks.
     """
 
     places: torch.Tensor
     head_tokens: torch.Tensor
     shards: Shards | None = None
     tokens: torch.Tensor | None = None
-    gathered_at: torch.Tensor | None = None
+    gather: Callable[[torch.Tensor], torch.Tensor] = lambda outputs: outputs
 
     @classmethod
     def of(cls, packed_row: PackedRow, group: dist.ProcessGroup | None, device: torch.device) -> "_Share":
@@ -220,13 +215,8 @@ class _Share(NamedTuple):
             return cls(packed_row.places, packed_row.head_tokens)
         shards = Shards(group, packed_row, device)
         head_tokens, gathered_at = shards.spread_head(packed_row.head_tokens)
-        return cls(packed_row.places[shards.local_tokens], head_tokens, shards, shards.local_tokens, gathered_at)
-
-    def gather(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Outputs [m, k] of this rank's `head_tokens` -> [n, k] of those of all ranks."""
-        if self.shards is None or self.gathered_at is None:
-            return outputs
-        return self.shards.gather(outputs, self.gathered_at)
+        gather = functools.partial(shards.gather, gathered_at=gathered_at)
+        return cls(packed_row.places[shards.local_tokens], head_tokens, shards, shards.local_tokens, gather)
 
 
 def _record(batch: TokenBatch, forward_context: ForwardContext) -> None:
@@ -236,6 +226,11 @@ def _record(batch: TokenBatch, forward_context: ForwardContext) -> None:
     if shards is not None:
         routes = shards.whole(routes.view(torch.uint8)).view(torch.int16)  # as bytes, since NCCL has no int16
     batch.routes[forward_context.packed_row.places] = routes.cpu()
+
+
+def _of_head(of_logits: LogitsFn, head_places: torch.Tensor, which: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The `HeadFn` of a forward whose `head_tokens` stand at `head_places` in the batch."""
+    return of_logits(head_places[which], logits)
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

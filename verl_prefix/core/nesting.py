@@ -58,14 +58,14 @@ class _State(NamedTuple):
 
     Attributes:
         stretch: the stretch's number.
-        alive: number of tokens that are alive before it.
+        alive_before: number of tokens that are alive before it.
     """
 
     stretch: int
-    alive: int
+    alive_before: int
 
 
-class _PhaseA(NamedTuple):
+class _Candidate(NamedTuple):
     """Stretches that a phase A may compute.
 
     Attributes:
@@ -102,13 +102,13 @@ class _Way(NamedTuple):
     """A way to compute a stretch and all after it: a phase A computes the first stretches, nested passes the rest.
 
     Attributes:
-        phase_a: numbers of the stretches that phase A computes.
+        stretches: numbers of the stretches that phase A computes.
         inner: stretches after these that need a phase A of their own, each with its way.
         bins: what each packed pass computes.
         cost: of all its passes.
     """
 
-    phase_a: frozenset[int]
+    stretches: frozenset[int]
     inner: "Sequence[tuple[int, _Way]]"
     bins: Sequence[Sequence[Load]]
     cost: _Cost = _Cost(0, 0, 0)
@@ -118,14 +118,14 @@ class _Draft(NamedTuple):
     """A way without its packed passes, which take long to make.
 
     Attributes:
-        phase_a: what phase A computes.
-        alive: number of tokens that are alive after phase A.
+        candidate: what phase A computes.
+        alive_after: number of tokens that are alive after phase A.
         fitting: subtrees after phase A that go into packed passes.
         inner: as in `_Way`.
     """
 
-    phase_a: _PhaseA
-    alive: int
+    candidate: _Candidate
+    alive_after: int
     fitting: list[Load]
     inner: list[tuple[int, _Way]]
 
@@ -175,8 +175,8 @@ class Nesting:
         ways: dict[_State, _Way] = {}
         for state, candidates in reversed(self._candidates_by_state().items()):
             cheapest: _Way | None = None
-            for phase_a in candidates:
-                draft = self._draft(phase_a, state.alive + self._kept(phase_a), ways)
+            for candidate in candidates:
+                draft = self._draft(candidate, state.alive_before + self._kept(candidate), ways)
                 if cheapest is None or self._least_cost(draft) < cheapest.cost:
                     way = self._finished(draft)
                     if cheapest is None or way.cost < cheapest.cost:
@@ -185,9 +185,9 @@ class Nesting:
             ways[state] = cheapest
         return ways[_State(0, 0)]
 
-    def _candidates_by_state(self) -> dict[_State, list[_PhaseA]]:
+    def _candidates_by_state(self) -> dict[_State, list[_Candidate]]:
         """The phases A to try in each state that can be reached, states of earlier stretches first."""
-        found: dict[_State, list[_PhaseA]] = {}
+        found: dict[_State, list[_Candidate]] = {}
         alive_before = [set[int]() for _ in self._stretches]  # how many tokens may be alive before each stretch
         alive_before[0].add(0)
         for number, alive_counts in enumerate(alive_before):
@@ -198,16 +198,16 @@ class Nesting:
                 # A phase A that stays alive leaves room for one token of a suffix. The smallest one is always tried:
                 # there is a way where one row alone exceeds the budget, too.
                 most = self._budget - alive - (0 if self._offload else 1)
-                tried = [smallest, *(phase_a for phase_a in larger if phase_a.tokens <= most)]
+                tried = [smallest, *(candidate for candidate in larger if candidate.tokens <= most)]
                 found[_State(number, alive)] = tried
-                for phase_a in tried:
-                    alive_after = alive + self._kept(phase_a)
-                    for following in phase_a.next:
+                for candidate in tried:
+                    alive_after = alive + self._kept(candidate)
+                    for following in candidate.next:
                         if not self._has_room(following, alive_after):
                             alive_before[following].add(alive_after)
         return found
 
-    def _candidates(self, number: int) -> list[_PhaseA]:
+    def _candidates(self, number: int) -> list[_Candidate]:
         """What a phase A may compute from stretch `number` on, the fewest stretches first: the first n stretches along
         the largest branch, also the most that fit the budget; and every stretch whose subtree has more than n
         tokens."""
@@ -221,22 +221,22 @@ class Nesting:
             inside += self._stretches[i].next
         for least in _spread(sorted({0, *map(self._subtree_tokens, inside)})):
             chosen.add(frozenset(i for i in inside if self._subtree_tokens(i) > least or i == number))
-        return [self._phase_a(sorted(numbers)) for numbers in sorted(chosen, key=len)]
+        return [self._candidate(sorted(numbers)) for numbers in sorted(chosen, key=len)]
 
-    def _phase_a(self, numbers: Sequence[int]) -> _PhaseA:
+    def _candidate(self, numbers: Sequence[int]) -> _Candidate:
         inside, stretches = frozenset(numbers), [self._stretches[i] for i in numbers]
         units = [unit for stretch in stretches for unit in stretch.units]
         unit_lens = [0, *(unit.tokens for unit in units)]
         following = [i for stretch in stretches for i in stretch.next if i not in inside]
         tokens = sum(stretch.length for stretch in stretches)
-        return _PhaseA(inside, tokens, units, sum(unit_lens), max(unit_lens), following)
+        return _Candidate(inside, tokens, units, sum(unit_lens), max(unit_lens), following)
 
     def _subtree_tokens(self, number: int) -> int:
         return self._stretches[number].subtree.tokens
 
-    def _kept(self, phase_a: _PhaseA) -> int:
-        """Tokens of a phase A that stay alive until its phase C."""
-        return 0 if self._offload else phase_a.tokens
+    def _kept(self, candidate: _Candidate) -> int:
+        """Tokens of its phase A that stay alive until phase C."""
+        return 0 if self._offload else candidate.tokens
 
     def _room(self, alive: int) -> int:
         """Tokens that a packed pass may have while `alive` tokens are alive."""
@@ -246,23 +246,23 @@ class Nesting:
         """Whether a packed pass may compute a stretch and all after it while `alive` tokens are alive."""
         return self._subtree_tokens(number) <= self._room(alive)
 
-    def _draft(self, phase_a: _PhaseA, alive: int, ways: Mapping[_State, _Way]) -> _Draft:
-        """The way that begins with a phase A, after which `alive` tokens are alive. ways: of states after it."""
-        fitting = [self._stretches[i].subtree for i in phase_a.next if self._has_room(i, alive)]
-        inner = [(i, ways[_State(i, alive)]) for i in phase_a.next if not self._has_room(i, alive)]
-        return _Draft(phase_a, alive, fitting, inner)
+    def _draft(self, candidate: _Candidate, alive_after: int, ways: Mapping[_State, _Way]) -> _Draft:
+        """The way that begins with a candidate's phase A. ways: of the states after it."""
+        fitting = [self._stretches[i].subtree for i in candidate.next if self._has_room(i, alive_after)]
+        inner = [(i, ways[_State(i, alive_after)]) for i in candidate.next if not self._has_room(i, alive_after)]
+        return _Draft(candidate, alive_after, fitting, inner)
 
     def _finished(self, draft: _Draft) -> _Way:
-        loads = sorted([*draft.phase_a.units, *draft.fitting], key=lambda load: load.rows)
-        bins = even_bins(loads, lambda load: load.tokens, self._room(draft.alive))
+        loads = sorted([*draft.candidate.units, *draft.fitting], key=lambda load: load.rows)
+        bins = even_bins(loads, lambda load: load.tokens, self._room(draft.alive_after))
         largest = max((sum(load.tokens for load in members) for members in bins), default=0)
-        return _Way(draft.phase_a.stretches, draft.inner, bins, self._cost(draft, len(bins), largest))
+        return _Way(draft.candidate.stretches, draft.inner, bins, self._cost(draft, len(bins), largest))
 
     def _least_cost(self, draft: _Draft) -> _Cost:
         """A lower bound: the cost if packed passes were as few as their tokens allow, and even."""
         # No packed pass has more tokens than this: what has no room beside others is one unit.
-        most = max(self._room(draft.alive), draft.phase_a.longest_unit, 1)
-        tokens = draft.phase_a.unit_tokens + sum(load.tokens for load in draft.fitting)
+        most = max(self._room(draft.alive_after), draft.candidate.longest_unit, 1)
+        tokens = draft.candidate.unit_tokens + sum(load.tokens for load in draft.fitting)
         fewest = -(-tokens // most)
         return self._cost(draft, fewest, -(-tokens // max(fewest, 1)))
 
@@ -270,22 +270,22 @@ class Nesting:
         """The cost of a way with `num_packed` packed passes, of which the largest has `largest` tokens."""
         inner = [way.cost for _, way in draft.inner]
         # Tokens of phase A itself count until it is done, wherever they wait then.
-        peak = max([draft.phase_a.tokens, draft.alive + largest, *(cost.peak for cost in inner)])
+        peak = max([draft.candidate.tokens, draft.alive_after + largest, *(cost.peak for cost in inner)])
         return _Cost(max(peak, self._budget), 1 + num_packed + sum(cost.forwards for cost in inner), peak)
 
     def _make_pass(self, group: Group, way: _Way) -> PhasedPass:
         """The pass of a way; `group` is the whole group, or its part that is nested in the phase A around."""
         strand_ends: dict[int, int] = {}  # of each strand, where the tokens end that phase A computes
-        for number in sorted(way.phase_a):
+        for number in sorted(way.stretches):
             strand_ends[self._stretches[number].strand] = self._stretches[number].end
-        row_ends = {}
+        phase_a_ends = {}  # of each row
         for row, fork in zip(self._group.rows, self._group.forks, strict=True):
             inside = (
                 min(end, strand_ends[strand]) for strand, start, end in self._group.strands_before(fork)
                 if strand_ends.get(strand, 0) > start
             )  # fmt: skip
-            row_ends[row] = next(inside, 0)
-        split = SplitGroup(group, row_ends)
+            phase_a_ends[row] = next(inside, 0)
+        split = SplitGroup(group, phase_a_ends)
 
         def nested_group(members: Sequence[int]) -> Group:
             rows = {self._group.rows[i] for i in members}

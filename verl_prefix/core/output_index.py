@@ -15,24 +15,24 @@ class OutputIndex(NamedTuple):
 
     Attributes:
         places: [n] int64, the place in the batch of each output.
-        levels: [n] int64, the level of the prefix source whose packed row computes each.
+        level_of: [n] int64, the level of the prefix source whose packed row computes each.
         row_tokens: [n] int64, the token of that packed row that computes each.
     """
 
     places: torch.Tensor
-    levels: torch.Tensor
+    level_of: torch.Tensor
     row_tokens: torch.Tensor
 
     def only(self, is_read: torch.Tensor, level: int) -> "OutputIndex":
         """The outputs of the batch's tokens `is_read` [N] (bool), and in any case one that `level` computes."""
-        chosen, is_own = is_read[self.places], self.levels == level
+        chosen, is_own = is_read[self.places], self.level_of == level
         if not (chosen & is_own).any():
             chosen[is_own.nonzero()[0]] = True
-        return OutputIndex(self.places[chosen], self.levels[chosen], self.row_tokens[chosen])
+        return OutputIndex(self.places[chosen], self.level_of[chosen], self.row_tokens[chosen])
 
     def tokens_at(self, level: int) -> torch.Tensor:
         """[m] int64: the tokens of the packed row of `level` that compute outputs, in ascending order, each once."""
-        tokens: torch.Tensor = self.row_tokens[self.levels == level].unique()
+        tokens: torch.Tensor = self.row_tokens[self.level_of == level].unique()
         return tokens
 
 
@@ -79,8 +79,8 @@ def index_outputs(rows: Sequence[RowReads], source: PrefixSource, has_suffixes: 
     source_tokens, starts = torch.cat(tokens), torch.tensor(source.level_starts)
     if not len(source_tokens):
         return None
-    levels = torch.searchsorted(starts, source_tokens, right=True) - 1
-    return OutputIndex(torch.cat(places), levels, source_tokens - starts[levels])
+    level_of = torch.searchsorted(starts, source_tokens, right=True) - 1
+    return OutputIndex(torch.cat(places), level_of, source_tokens - starts[level_of])
 
 
 def num_own_strand_outputs(group: Group) -> int:

@@ -82,10 +82,10 @@ class PackedRow:
         return (*self.outer.levels, self) if self.outer else (self,)
 
     @functools.cached_property
-    def states(self) -> StateIndex:
+    def state_index(self) -> StateIndex:
         """The states that recurrent layers leave in this packed row, and the states that its segments start from."""
         strands, suffixes = self.segments[: self.num_strands], self.segments[self.num_strands :]
-        outer_states = [level.states for level in self.levels[:-1]]
+        outer_states = [level.state_index for level in self.levels[:-1]]
         return StateIndex(strands, suffixes, self.source.own_start, self.state_paths, outer_states)
 
     @property

@@ -29,7 +29,7 @@ class _PassBase:
         return sum(map(self.tokens_of, self.groups))
 
     def with_last_tokens(self: OnePass) -> OnePass:
-        """The pass in `Plan.with_last_tokens`."""
+        """The pass that also computes each row's last token."""
         longer = [replace(group, row_ends=tuple(end + 1 for end in group.row_ends)) for group in self.groups]
         return replace(self, groups=tuple(longer))
 

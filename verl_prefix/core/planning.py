@@ -48,9 +48,9 @@ def make_plan(
             phase A, waves, phase C for all. "auto": packed where the whole group fits the budget, phased where it does
             not.
         wave_tokens: the most suffix tokens of one wave. Waves are smaller where prefixes, whose graph stays alive,
-            leave less of the budget. None: what prefixes leave. A number that is too large for the budget by
-            `leaves_room` is ignored, as if it were None: a budget may follow from a batch, when it is too late to
-            refuse an option. So callers ask `leaves_room`, and refuse the number or warn of it.
+            leave less of the budget. None: what prefixes leave. A number is ignored where `leaves_room` is False: a
+            budget may follow from a batch, when it is too late to refuse an option. So callers ask `leaves_room`, and
+            refuse the number or warn of it.
         offload: prefixes wait in host memory during the waves, and do not count.
         least_wave: tokens that a wave may always have, whatever prefixes leave; not in passes that nest others.
         nests: a group may become nested passes, where these compute fewer tokens than its pieces; or as many, and they
@@ -97,7 +97,12 @@ class _Limits(NamedTuple):
 
 
 def _phased_passes(groups: Sequence[Group], limits: _Limits, nests: bool) -> list[PhasedPass]:
-    """The phased passes of a plan, those of deep trees last."""
+    """The phased passes of a plan, those of deep trees last.
+
+    For example, the budget is 100, prompts have prefixes of 30, 30 and 20 tokens, the longest suffix has 45. Without
+    `wave_tokens` the prefixes of a pass may have 50 (`prefix_room`), and 55 beside the longest suffix: one pass has the
+    prefixes 30 and 20, another has 30 (`_phased_sets`). Their waves may have 50 and 70 tokens (`_Limits.waves`).
+    """
     budget, wave_tokens, offload, _ = limits
     room = prefix_room(budget, wave_tokens, offload)
     pieces, phased, deep = list[Group](), list[PhasedPass](), list[PhasedPass]()
@@ -183,7 +188,7 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     reads = []
     for start, end in units:
         suffix_tokens = sum(group.suffix_lens[start:end]) if suffixes else 0
-        forks = [group.forks[row] for row in range(start, end) if output_lens[row]]
+        forks = [group.forks[i] for i in range(start, end) if output_lens[i]]
         reads.append(_UnitReads(suffix_tokens, [strand for fork in forks for strand in group.strands_before(fork)]))
     pieces = _best_cut(reads, budget, is_tree)
     if len(pieces) == 1:
@@ -230,7 +235,7 @@ def _tokens_of_pieces(units: Sequence[_UnitReads], budget: int) -> Iterator[int]
 
 def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens, or of one suffix."""
-    members: list[dict[int, list[int]]] = [{}] if groups else []  # of each wave: rows, by the number of their group
+    members: list[dict[int, list[int]]] = [{}] if groups else []  # of each wave: by a group's number, as in `with_rows`
     used = 0  # tokens of the last wave
     for number, group in enumerate(groups):
         for start, end in units_of(group):
@@ -241,7 +246,7 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
             used += num_tokens
             members[-1].setdefault(number, []).extend(range(start, end))
     suffixes = [replace(group, num_outer=len(group.strands)) for group in groups]  # phase A computes all strands
-    return tuple(Wave(tuple(with_rows(suffixes[number], rows) for number, rows in wave.items())) for wave in members)
+    return tuple(Wave(tuple(with_rows(suffixes[i], chosen) for i, chosen in wave.items())) for wave in members)
 
 
 def _phased_sets(groups: Sequence[Group], room: int, budget: int) -> Iterator[list[Group]]:
@@ -297,18 +302,27 @@ def _same_shapes(
     kind as it has on any rank."""
     if not phased:
         return []
-    counts = list[int]()
-    for planned in phased:
-        counts += [planned.reads_strands, len(planned.waves), len(planned.packed), len(planned.phased)]
-    most = [int(count) for count in reduce_max(counts)]
-    padded, inner = [], list[PhasedPass]()
-    for i, planned in enumerate(phased):
-        reads_strands, num_waves, num_packed, num_phased = most[4 * i : 4 * i + 4]
-        waves, packed = _padded(planned.waves, num_waves, Wave()), _padded(planned.packed, num_packed, PackedPass())
-        padded.append((PhasedPass(planned.groups, waves, packed, reads_strands=bool(reads_strands)), num_phased))
-        inner += _padded(_largest_first(planned.phased), num_phased, PhasedPass())
+    own = [_Shape(one.reads_strands, len(one.waves), len(one.packed), len(one.phased)) for one in phased]
+    most = iter(reduce_max([count for shape in own for count in shape]))
+    shapes = [_Shape(*map(int, islice(most, len(shape)))) for shape in own]
+    padded, inner = list[PhasedPass](), list[PhasedPass]()
+    for planned, shape in zip(phased, shapes, strict=True):
+        waves = _padded(planned.waves, shape.num_waves, Wave())
+        packed = _padded(planned.packed, shape.num_packed, PackedPass())
+        padded.append(PhasedPass(planned.groups, waves, packed, reads_strands=bool(shape.reads_strands)))
+        inner += _padded(_largest_first(planned.phased), shape.num_phased, PhasedPass())
     all_inner = iter(_same_shapes(inner, reduce_max))
-    return [replace(planned, phased=tuple(islice(all_inner, num_phased))) for planned, num_phased in padded]
+    pairs = zip(padded, shapes, strict=True)
+    return [replace(planned, phased=tuple(islice(all_inner, shape.num_phased))) for planned, shape in pairs]
+
+
+class _Shape(NamedTuple):
+    """What is the same of a phased pass on every rank: whether it `reads_strands`, and its nested passes by kind."""
+
+    reads_strands: int
+    num_waves: int
+    num_packed: int
+    num_phased: int
 
 
 def _largest_first(phased: Sequence[PhasedPass]) -> list[PhasedPass]:

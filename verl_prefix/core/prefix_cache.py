@@ -12,9 +12,10 @@ import torch
 
 from verl_prefix.core.errors import CannotShare
 
-# What leaves tensors for nested passes: an attention layer's index, (part, index) of a recurrent layer, or "outputs".
+# What leaves tensors for nested passes: an attention layer's index, (part, index) of a recurrent layer, or `OUTPUTS`.
 LayerKey = Hashable
 Tensors = tuple[torch.Tensor, ...]
+OUTPUTS = "outputs"  # the key of outputs of strand tokens
 
 
 class PrefixCache:
@@ -27,7 +28,8 @@ class PrefixCache:
         stored, grads: empty mappings that hold the tensors of both caches; None: dicts.
     """
 
-    keeps_attention = True  # until phase C, for gradient checkpointing
+    # Whether phase A keeps what attention returns until phase C, so that checkpointed layers run no kernel again.
+    keeps_attention = True
 
     def __init__(
         self, stored: MutableMapping[LayerKey, Tensors] | None = None,
@@ -51,7 +53,7 @@ class PrefixCache:
         """Context of phase A's forward."""
         return nullcontext()
 
-    def capture(self, key: LayerKey, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
+    def capture(self, key: LayerKey, *tensors: torch.Tensor, other_outputs: Tensors = ()) -> Tensors:
         """Stores what a layer leaves in phase A. Gradient checkpointing calls it again in phase C; that stores nothing.
 
         Under reentrant checkpointing layers of phase A run without gradients, so that `requires_grad` says nothing yet.
@@ -60,11 +62,11 @@ class PrefixCache:
         Args:
             key: the layer's.
             tensors: what suffixes read.
-            beside: outputs of the layer that nobody reads from the cache, as a scan's outputs beside its states. They
-                go through the autograd node of `tensors`: phase C reaches the layer only through them.
+            other_outputs: what the layer returns and nobody reads from the cache, as a scan's outputs beside its
+                states. They go through the autograd node of `tensors`: phase C reaches the layer only through them.
 
         Returns:
-            The same tensors, then `beside`. Backward through any of them adds the grad cache to the gradients of
+            The same tensors, then `other_outputs`. Backward through any of them adds the grad cache to the gradients of
             `tensors`.
 
         Raises:
@@ -74,12 +76,12 @@ class PrefixCache:
         tensors = tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in tensors)
         if self._is_open:
             if key in self._stored:
-                raise ran_twice(key)
+                raise twice_error(key)
             unknown = self._made_with_grad and not torch.is_grad_enabled()
             leaves = tuple(x.detach().requires_grad_(unknown or x.requires_grad) for x in tensors)
             self._stored[key] = leaves
             self._anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in leaves))
-        joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *beside)  # type: ignore[no-untyped-call]
+        joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *other_outputs)  # type: ignore[no-untyped-call]
         return joined
 
     def read(self, key: LayerKey) -> Tensors:
@@ -153,7 +155,7 @@ class PrefixCache:
         return self._grads.pop(key, None)
 
 
-def ran_twice(key: LayerKey) -> CannotShare:
+def twice_error(key: LayerKey) -> CannotShare:
     """An error for a model that runs a layer several times in one forward, or several layers under one index."""
     return CannotShare(f"layer {key} ran twice in one forward, and only layers that run once can share a prefix")
 

@@ -48,6 +48,20 @@ def shared_scan(
         scan: the recurrence.
         neutral: one value per input; a token of these inputs leaves the state as it is. For `on_recurrence` alone.
     """
+    packed_row = forward_context.packed_row
+    suffixes, device = packed_row.state_index.suffixes, inputs[0].device
+    num_strand_tokens = packed_row.num_strand_tokens
+    parts, states = [], None
+    if num_strand_tokens:
+        inherited = _initial_states(forward_context, key, "strands", device)
+        outputs, states = _scan_strands(packed_row, inputs, scan, inherited)
+        if forward_context.own_cache is not None:
+            outputs = forward_context.own_cache.capture(key, states, other_outputs=(outputs,))[-1]
+        parts.append(outputs)
+    if suffixes.lens:
+        initial = _initial_states(forward_context, key, "suffixes", device, states)
+        parts.append(scan([x[num_strand_tokens:] for x in inputs], suffixes, initial).outputs)
+    out = torch.cat(parts)
 
     def whole(row: Sequence[torch.Tensor], shift: int) -> torch.Tensor:
         pairs = zip(row, neutral, strict=True)
@@ -55,19 +69,6 @@ def shared_scan(
         length = len(filled[0])
         return scan(filled, Spans((0, length), (0, length)), None).outputs[shift:]
 
-    packed_row = forward_context.packed_row
-    suffixes, num_strand_tokens, device = packed_row.states.suffixes, packed_row.num_strand_tokens, inputs[0].device
-    parts, states = [], None
-    if num_strand_tokens:
-        inherited = _initial_states(forward_context, key, None, "strands", device)
-        outputs, states = _scan_strands(packed_row, inputs, scan, inherited)
-        if forward_context.own_cache is not None:
-            outputs = forward_context.own_cache.capture(key, states, beside=(outputs,))[-1]
-        parts.append(outputs)
-    if suffixes.lens:
-        initial = _initial_states(forward_context, key, states, "suffixes", device)
-        parts.append(scan([x[num_strand_tokens:] for x in inputs], suffixes, initial).outputs)
-    out = torch.cat(parts)
     forward_context.on_recurrence(key, inputs, whole, out)
     return out
 
@@ -81,12 +82,13 @@ def _scan_strands(
         inherited: [strands, ...], the states from which strands start that continue strands of passes around; None:
             there are no such strands.
     """
-    outputs: dict[int, torch.Tensor] = {}
-    states: dict[int, torch.Tensor] = {}
-    first = packed_row.source.own_start
+    outputs: dict[int, torch.Tensor] = {}  # of each run, by its start
+    states: dict[int, torch.Tensor] = {}  # by the end of the path after which each is
+    first, strands = packed_row.source.own_start, packed_row.segments[: packed_row.num_strands]
     if inherited is not None:
-        states = {end_of(strand.path): state for strand, state in zip(packed_row.segments, inherited, strict=False)}
-    for runs, spans in packed_row.states.rounds:
+        # Zeros after no path, and after one that ends in this packed row: a round replaces these before runs read them.
+        states = {end_of(strand.path): state for strand, state in zip(strands, inherited, strict=True)}
+    for runs, spans in packed_row.state_index.rounds:
         # Without passes around, all runs of the first round start from zeros, all others from states.
         initial = torch.stack([states[run.after] for run in runs]) if states else None
         run_inputs = [torch.cat([x[run.start - first : run.end - first] for run in runs]) for x in inputs]
@@ -95,7 +97,7 @@ def _scan_strands(
             outputs[run.start], states[run.end] = out, state
     return Scanned(
         torch.cat([outputs[start] for start in sorted(outputs)]),
-        torch.stack([states[end] for end in packed_row.states.numbers]),
+        torch.stack([states[end] for end in packed_row.state_index.numbers]),
     )
 
 
@@ -114,20 +116,21 @@ def shared_conv(
     num_strands = packed_row.num_strands
     tails = inherited = None
     if num_strands:
-        inherited = _initial_states(forward_context, key, None, "strands", x.device)
+        inherited = _initial_states(forward_context, key, "strands", x.device)
         tails = _last_inputs(packed_row, x, tail_len, inherited)
         if forward_context.own_cache is not None:
-            x = forward_context.own_cache.capture(key, tails, beside=(x,))[-1]
+            # Strands below go on from the `tails` that are not captured: autograd sends the gradients of these.
+            x = forward_context.own_cache.capture(key, tails, other_outputs=(x,))[-1]
     segments = x.split([segment.length for segment in packed_row.segments])
     before = [x.new_zeros(tail_len, x.shape[-1])] * len(segments)
     for i, strand in enumerate(packed_row.segments[:num_strands]):
         if end_of(strand.path) > packed_row.source.own_start:
             assert tails is not None
-            before[i] = tails[packed_row.states.numbers[end_of(strand.path)]]
+            before[i] = tails[packed_row.state_index.numbers[end_of(strand.path)]]
         elif strand.path:
             assert inherited is not None
             before[i] = inherited[i]
-    if (before_suffixes := _initial_states(forward_context, key, tails, "suffixes", x.device)) is not None:
+    if (before_suffixes := _initial_states(forward_context, key, "suffixes", x.device, tails)) is not None:
         before[num_strands:] = before_suffixes.unbind()
     with_tails = conv(torch.cat([part for pair in zip(before, segments, strict=True) for part in pair]))
     lens = [n for segment in segments for n in (tail_len, len(segment))]
@@ -140,7 +143,7 @@ def _last_inputs(packed_row: PackedRow, x: torch.Tensor, tail_len: int, inherite
     """[M, tail_len, D]: the last inputs of x [T, D] on each of the packed row's `state_paths`, with zeros in front
     where there are fewer; `inherited` [strands, tail_len, D] are the inputs before strands that continue strands of
     passes around."""
-    index = packed_row.states.last_tokens(tail_len, x.device)
+    index = packed_row.state_index.last_tokens(tail_len, x.device)
     after_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
     if inherited is not None:
         after_zeros = torch.cat([after_zeros, inherited.flatten(0, 1)])
@@ -148,8 +151,9 @@ def _last_inputs(packed_row: PackedRow, x: torch.Tensor, tail_len: int, inherite
 
 
 def _initial_states(
-    forward_context: ForwardContext, key: LayerKey, own: torch.Tensor | None, of: SegmentKind, device: torch.device
-) -> torch.Tensor | None:
+    forward_context: ForwardContext, key: LayerKey, of: SegmentKind, device: torch.device,
+    own: torch.Tensor | None = None,
+) -> torch.Tensor | None:  # fmt: skip
     """The state [n, ...] from which each of the pass's n strands or suffixes starts. It is zeros for a segment that
     starts from no state, and for a strand that continues another strand of this pass. None: all are zeros.
 
@@ -157,9 +161,9 @@ def _initial_states(
         own: [M, ...], states that the packed row's own strands leave; None where no segment starts from these.
     """
     packed_row, caches = forward_context.packed_row, forward_context.outer_caches
-    total = packed_row.num_strands if of == "strands" else len(packed_row.states.suffixes.lens)
+    total = packed_row.num_strands if of == "strands" else len(packed_row.state_index.suffixes.lens)
     initial = None
-    for level, segments, numbers in packed_row.states.initial(of, device):
+    for level, segments, numbers in packed_row.state_index.starts(of, device):
         cache = caches[level] if level < packed_row.source.level else None
         states = own if cache is None else cache.read(key)[0]
         chosen: torch.Tensor = ReadPrefix.apply(states, numbers, cache, key)  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
 """A group, split between a phase A and the passes that are nested in it. A strand within which phase A stops is two
 strands in nested passes: an outer strand, and one of their own.
 
-    group         strand [0, 10)                              forks at 10
-    phase A       strand [0, 6)                               forks at 6
-    nested pass   outer strand [0, 6), own strand [6, 10)     forks at 10
+    group         strands 0 [0, 10), 1 [10, 20)                               forks at 20
+    phase A       strands 0 [0, 10), 1 [10, 16)                               forks at 16
+    nested pass   outer strands 0 [0, 10), 1 [10, 16); own strand 2 [16, 20)  forks at 20
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ class SplitGroup:
             for i, strand in enumerate(group.strands)
         ]
         # The strands up to these ends, without empty strands; and their new numbers by the old ones.
-        self._strands, self._numbers = list[Strand](), {-1: -1}
+        self._strands, self._number_in_a = list[Strand](), {-1: -1}
         for i, (strand, end) in enumerate(zip(group.strands, self._ends, strict=True)):
             if end > strand.start:
-                self._numbers[i] = len(self._strands)
-                self._strands.append(strand._replace(end=end, parent=self._numbers[strand.parent]))
+                self._number_in_a[i] = len(self._strands)
+                self._strands.append(strand._replace(end=end, parent=self._number_in_a[strand.parent]))
 
     def phase_a(self) -> Group:
         """The group of the phase A: a row's fork is where the row leaves the tokens that phase A computes."""
@@ -41,24 +41,25 @@ class SplitGroup:
         forks = []
         for fork in group.forks:
             before = group.strands_before(fork)
-            inside = (Fork(self._numbers[i], min(end, ends[i])) for i, start, end in before if ends[i] > start)
+            inside = (Fork(self._number_in_a[i], min(end, ends[i])) for i, start, end in before if ends[i] > start)
             forks.append(next(inside, Fork(-1, 0)))
         return replace(group, strands=tuple(self._strands), forks=tuple(forks))
 
     def nested_pass(self, members: Sequence[int]) -> Group:
         """The group of a nested pass that computes some rows; `members` as in `with_rows`."""
         strands = [*self._strands]
-        rest_numbers: dict[int, int] = {}  # by a strand's old number, the new number of what follows phase A in it
+        # By a strand's old number, the new number of what follows phase A in it. Parents have theirs before children.
+        number_after_a: dict[int, int] = {}
 
         def number_before(fork: Fork) -> int:
             """The new number of the strand that is left at `fork`."""
             is_in_phase_a = fork.strand < 0 or fork.start <= self._ends[fork.strand]
-            return (self._numbers if is_in_phase_a else rest_numbers)[fork.strand]
+            return (self._number_in_a if is_in_phase_a else number_after_a)[fork.strand]
 
         for i, (strand, end) in enumerate(zip(self._group.strands, self._ends, strict=True)):
             if end < strand.end:
-                rest_numbers[i] = len(strands)
-                parent = self._numbers[i] if i in self._numbers else number_before(strand.fork)
+                number_after_a[i] = len(strands)
+                parent = self._number_in_a[i] if i in self._number_in_a else number_before(strand.fork)
                 strands.append(strand._replace(start=max(end, strand.start), parent=parent))
         forks = tuple(fork._replace(strand=number_before(fork)) for fork in self._group.forks)
         split = replace(self._group, strands=tuple(strands), forks=forks, num_outer=len(self._strands))

@@ -3,6 +3,7 @@
 import functools
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,18 +27,31 @@ class ScanRun(NamedTuple):
     after: int
 
 
+class Starts(NamedTuple):
+    """Segments that start from states of one level of the prefix source.
+
+    Attributes:
+        segments: [n] int64, which of the strands or suffixes.
+        numbers: [n] int64, from which state of the level each of them starts.
+    """
+
+    level: int
+    segments: torch.Tensor
+    numbers: torch.Tensor
+
+
 class StateIndex:
     """Numbers of the states that a recurrent layer leaves in a packed row, one after each of `paths`.
 
     Args:
         strands, suffixes: segments of the packed row.
         own_start: where the packed row's own strands begin in the prefix source.
-        paths: `PackedRow.state_paths`.
+        paths: `PackedRow.state_paths`, in the order of their ends.
         outer_states: the states of the packed rows around, the outermost first.
 
     Attributes:
         suffixes: the suffixes, which read themselves, as spans that count from the first suffix's first token.
-        numbers: number of the state after each path, by the path's `end_of`.
+        numbers: number of the state after each path, by the path's `end_of`, in ascending order.
     """
 
     def __init__(
@@ -49,7 +63,7 @@ class StateIndex:
         bounds = bounds_of(segment.length for segment in suffixes)
         self.suffixes = Spans(q=bounds, k=bounds)
         self.numbers = {end_of(path): number for number, path in enumerate(paths)}
-        self._initial: dict[tuple[SegmentKind, torch.device], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+        self._starts: dict[tuple[SegmentKind, torch.device], list[Starts]] = {}
         self._last_tokens: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     @functools.cached_property
@@ -61,40 +75,35 @@ class StateIndex:
             derive from them.
         """
         rounds: list[list[ScanRun]] = []
-        round_of: dict[int, int] = {}
-        ends, end = list(self.numbers), self._own_start
-        for segment in self._segments["strands"]:
-            start, after, end = end, end_of(segment.path), end + segment.length
-            for cut in ends[bisect_right(ends, start) : bisect_right(ends, end)]:
-                round_of[cut] = round_of.get(after, -1) + 1  # the path of another packed row has its state already
-                if round_of[cut] == len(rounds):
+        round_of: dict[int, int] = {}  # by the end of each run
+        cuts, strands = [*self.numbers], self._segments["strands"]
+        strand_bounds = accumulate((strand.length for strand in strands), initial=self._own_start)
+        for strand, (start, end) in zip(strands, pairwise(strand_bounds), strict=True):
+            after = end_of(strand.path)
+            for cut in cuts[bisect_right(cuts, start) : bisect_right(cuts, end)]:
+                # A run is in round 0 if it continues nothing, or a strand of a packed row around.
+                number = round_of[cut] = round_of.get(after, -1) + 1
+                if number == len(rounds):
                     rounds.append([])
-                rounds[round_of[cut]].append(ScanRun(start, cut, after))
+                rounds[number].append(ScanRun(start, cut, after))
                 start = after = cut
             assert start == end, "no segment continues the end of this strand"
-        bounds = [bounds_of(run.end - run.start for run in runs) for runs in rounds]
-        return [(runs, Spans(q=ends, k=ends)) for runs, ends in zip(rounds, bounds, strict=True)]
+        bounds_of_rounds = [bounds_of(run.end - run.start for run in runs) for runs in rounds]
+        return [(runs, Spans(q=bounds, k=bounds)) for runs, bounds in zip(rounds, bounds_of_rounds, strict=True)]
 
-    def initial(self, of: SegmentKind, device: torch.device) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Where the initial states of strands or suffixes come from, built once.
-
-        Returns:
-            (level, segments, states) for levels of the prefix source: segment `segments[i]` starts from state
-            `states[i]` of that level; both [n] int64. Segments that start from zeros are in no entry. Nor are strands
-            that continue a strand of this packed row, which `rounds` handles.
-        """
-        if (of, device) not in self._initial:
+    def starts(self, of: SegmentKind, device: torch.device) -> list[Starts]:
+        """From which states strands or suffixes start, by level; built once. Segments that start from zeros are in no
+        entry. Nor are strands that continue a strand of this packed row, which `rounds` handles."""
+        if (of, device) not in self._starts:
             ends = [(i, end_of(segment.path)) for i, segment in enumerate(self._segments[of])]
-            levels = [*self._outer_states, self] if of == "suffixes" else self._outer_states
-            initial = []
-            for level, index in enumerate(levels):
-                pairs = [(i, index.numbers[end]) for i, end in ends if end in index.numbers]
-                if pairs:
-                    segments, states = on_device(torch.tensor(pairs, dtype=torch.int64).T, device)
-                    initial.append((level, segments, states))
-            assert of == "strands" or sum(len(states) for *_, states in initial) == sum(end > 0 for _, end in ends)
-            self._initial[of, device] = initial
-        return self._initial[of, device]
+            starts = []
+            for level, index in enumerate([*self._outer_states, self] if of == "suffixes" else self._outer_states):
+                if pairs := [(i, index.numbers[end]) for i, end in ends if end in index.numbers]:
+                    segments, numbers = on_device(torch.tensor(pairs, dtype=torch.int64).T, device)
+                    starts.append(Starts(level, segments, numbers))
+            assert of == "strands" or sum(len(found.numbers) for found in starts) == sum(end > 0 for _, end in ends)
+            self._starts[of, device] = starts
+        return self._starts[of, device]
 
     def last_tokens(self, length: int, device: torch.device) -> torch.Tensor:
         """[M, length] int64: the last `length` inputs on each path with a state, as indices of [zero | T | inherited]:

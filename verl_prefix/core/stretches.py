@@ -20,7 +20,7 @@ class Load(NamedTuple):
 
     Attributes:
         tokens: number of its tokens.
-        rows: counted from 0 in the group.
+        rows: which of the group's rows, counted from 0.
     """
 
     tokens: int

@@ -18,7 +18,7 @@ reads a part of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -82,28 +82,27 @@ def group_trees(
         hash_of = dict(zip(reached, hashes.of(reached, [ends[row][depth] for row in reached]).tolist(), strict=True))
         following: dict[Fork, list[int]] = {}
         for fork, rows in rows_at.items():
-            siblings: list[int] = []  # strands that begin at this fork
-            strand_of: dict[int, int] = {}  # the siblings, by the hash of their first `hashed_end` + 1 tokens
-            hashed_end = -1
-            for branch in _branches({row: (ends[row][depth], len(ends[row]) == depth + 1) for row in rows}, hash_of):
-                if branch.end != hashed_end:  # of siblings with the same hash the first strand counts
-                    sibling_hashes = hashes.of([strands[strand].row for strand in siblings], branch.end).tolist()
-                    strand_of = dict(zip(reversed(sibling_hashes), reversed(siblings), strict=True))
-                    hashed_end = branch.end
-                strand = strand_of.get(branch.hash)
-                known = branch.rows[0] if strand is None else strands[strand].row
-                hashes.check(branch.rows, known, fork.start, branch.end)
-                if strand is None:
-                    if branch.is_last:  # nobody goes on from their last tokens, which become suffixes
-                        forks |= dict.fromkeys(branch.rows, fork)
-                        continue
-                    strand = strand_of[branch.hash] = len(strands)
-                    siblings.append(strand)
-                    strands.append(Strand(branch.rows[0], fork.start, branch.end, fork.strand))
-                if branch.is_last:  # all their tokens lie in the strand
-                    forks |= dict.fromkeys(branch.rows, Fork(strand, branch.end))
-                else:
-                    following.setdefault(Fork(strand, branch.end), []).extend(branch.rows)
+            siblings: list[int] = []  # strands that begin at this fork, each at least as long as the branches to come
+            branches = _branches({row: (ends[row][depth], len(ends[row]) == depth + 1) for row in rows}, hash_of)
+            for end, equally_long in groupby(branches, lambda branch: branch.end):
+                sibling_hashes = hashes.of([strands[strand].row for strand in siblings], end).tolist()
+                # By the hash of their first `end` + 1 tokens; of several with the same hash the first one counts.
+                strand_of = dict(zip(reversed(sibling_hashes), reversed(siblings), strict=True))
+                for branch in equally_long:
+                    strand = strand_of.get(branch.hash)
+                    same_row = branch.rows[0] if strand is None else strands[strand].row
+                    hashes.check(branch.rows, same_row, fork.start, end)
+                    if strand is None:
+                        if branch.is_last:  # nobody goes on from their last tokens, which become suffixes
+                            forks |= dict.fromkeys(branch.rows, fork)
+                            continue
+                        strand = strand_of[branch.hash] = len(strands)
+                        siblings.append(strand)
+                        strands.append(Strand(branch.rows[0], fork.start, end, fork.strand))
+                    if branch.is_last:  # all their tokens lie in the strand
+                        forks |= dict.fromkeys(branch.rows, Fork(strand, end))
+                    else:
+                        following.setdefault(Fork(strand, end), []).extend(branch.rows)
         rows_at = following
     return _groups(*_chained(strands, forks), lens, [n - 1 for n in prompt_lens])
 

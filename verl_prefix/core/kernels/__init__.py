@@ -81,7 +81,8 @@ def _chosen(
     def log(chosen: Kernel) -> Kernel:
         missing = missing_package(head_dim, softcap) if device_type == "cuda" else None
         more = "; {}: {}".format(*missing) if missing else ""
-        logger.warning("prefix: attention kernel %s: %s%s", name, chosen.__name__, more)  # workers print this level
+        package = f" ({flash_attn.package(head_dim, softcap)})" if chosen.__name__ == flash_attn.__name__ else ""
+        logger.warning("prefix: attention kernel %s: %s%s%s", name, chosen.__name__, package, more)  # workers print it
         return chosen
 
     if name == "auto":
@@ -99,4 +100,4 @@ def _chosen(
         raise NoKernel(f"attention kernel {name!r} is unknown; there are auto, {', '.join(KERNELS)}")
     if reason := refusal(KERNELS[name]):
         raise NoKernel(f"attention kernel {name!r} cannot run here: {reason}")
-    return log(KERNELS[name]) if name == "flash_attn" else KERNELS[name]
+    return log(KERNELS[name]) if name == "flash_attn" else KERNELS[name]  # any other name says what runs

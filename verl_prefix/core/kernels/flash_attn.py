@@ -108,6 +108,11 @@ def _choose(head_dim: int, softcap: bool) -> _Interface | None:
     return next((x for x in _installed() if _refusal(x.module, head_dim, softcap) is None), None)
 
 
+def package(head_dim: int, softcap: bool) -> str | None:
+    """The module that runs such inputs; None: no module does."""
+    return (chosen := _choose(head_dim, softcap)) and chosen.module
+
+
 def missing_best(head_dim: int, softcap: bool) -> str | None:
     """The module that would be the choice on this CUDA device for such inputs, and is missing or has arguments that we
     do not know. None: the choice is there, or it is FA2, which `aten` has as well; or the device is no Nvidia one."""

@@ -13,23 +13,23 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from verl_prefix.core import forward
-from verl_prefix.core.forward import _OUTPUTS, PackedForward
+from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.groups import Group
 from verl_prefix.core.output_index import num_own_strand_outputs
 from verl_prefix.core.packed_row import PackedRow
-from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
+from verl_prefix.core.prefix_cache import OUTPUTS, PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
 
 
 class CountedForward(PackedForward):
     """The forward, which on fake tensors knows by count alone what rows read of strands."""
 
-    def _gather_outputs(
+    def gather_outputs(
         self, outputs: torch.Tensor, packed_row: PackedRow, caches: Sequence[PrefixCache]
     ) -> torch.Tensor:
         index = packed_row.output_index
         if index is None or not isinstance(packed_row.places, FakeTensor):
-            return super()._gather_outputs(outputs, packed_row, caches)
+            return super().gather_outputs(outputs, packed_row, caches)
         total, left = (
             len(index.row_tokens),
             sum(map(functools.partial(_read_around, packed_row), packed_row.groups)),
@@ -41,9 +41,9 @@ class CountedForward(PackedForward):
             return own_read
         levels = zip(packed_row.levels, caches, strict=False)  # of several, the innermost stands for all
         cache = [cache for level, cache in levels if level.output_index is not None][-1]
-        (of_strands,) = cache.read(_OUTPUTS)
+        (of_strands,) = cache.read(OUTPUTS)
         at = outputs.new_empty(left, dtype=torch.int64)
-        read = ReadPrefix.apply(of_strands, at, cache, _OUTPUTS)
+        read = ReadPrefix.apply(of_strands, at, cache, OUTPUTS)
         return torch.cat([own_read, read])
 
 
