@@ -77,7 +77,7 @@ class GroupedAttention(torch.autograd.Function):
         key_gradients = _KeyGradients(site, causal, crosses, causal_grads)
         for call in crosses:
             dq_call, *grads = backward_of(call)
-            dq[call.queries] += dq_call  # a query is in one cross call of each level; a key may be in many calls
+            dq[call.queries] += dq_call  # few terms, so not in fp32: a query is in one cross call of each level
             key_gradients.send(call, grads)
         dk, dv = key_gradients.of_own_keys()
         dsinks = None

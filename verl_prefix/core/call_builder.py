@@ -78,7 +78,8 @@ class _CallBuilder:
         return Call(spans, True, params.scale, window, params.softcap, own_at=own_at, prefixes=prefixes)
 
     def _keys_of_tails(self, tails: Sequence[Path], starts: Sequence[int]) -> Iterator[PrefixKeys]:
-        """Yields the prefix keys of a call whose keys are [tail | own] of each segment, level by level.
+        """Yields the prefix keys of a call whose keys are [tail | own] of each segment, level by level, as in the
+        example at `PrefixKeys`.
 
         Args:
             tails: of each segment; empty where it is near.
