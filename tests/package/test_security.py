@@ -38,7 +38,7 @@ INVARIANTS = {
     "core/calls.py": ["len(self.q) == len(self.k)", "all((b > a for a, b in pairwise(bounds)))"],
     "core/states.py": [
         "start == end",
-        "of == 'strands' or sum((len(states) for *_, states in initial)) == sum((end > 0 for _, end in ends))",
+        "of == 'strands' or sum((len(found.numbers) for found in starts)) == sum((end > 0 for _, end in ends))",
     ],
     "trainer/mini_batches.py": ["len(keys) % num_mini_batches == 0"],
 }

@@ -39,16 +39,10 @@ class ForwardContext:
     """
 
     def __init__(
-        self,
-        packed_row: PackedRow,
-        kernel: str,
-        own_cache: PrefixCache | None = None,
-        outer_caches: Sequence[PrefixCache] = (),
-        keep_attention: bool = False,
-        shards: Shards | None = None,
-        head_tokens: torch.Tensor | None = None,
-        routes: torch.Tensor | None = None,
-    ) -> None:
+        self, packed_row: PackedRow, kernel: str, own_cache: PrefixCache | None = None,
+        outer_caches: Sequence[PrefixCache] = (), keep_attention: bool = False, shards: Shards | None = None,
+        head_tokens: torch.Tensor | None = None, routes: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.packed_row = packed_row
         self.kernel = kernel
         self.own_cache = own_cache

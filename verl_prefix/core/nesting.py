@@ -26,7 +26,7 @@ The tree is read as stretches (`stretches`), and the search takes the cheapest w
 
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -208,20 +208,27 @@ class Nesting:
         return found
 
     def _candidates(self, number: int) -> list[_Candidate]:
-        """What a phase A may compute from stretch `number` on, the fewest stretches first: the first n stretches along
-        the largest branch, also the most that fit the budget; and every stretch whose subtree has more than n
-        tokens."""
+        """What a phase A may compute from stretch `number` on, the fewest stretches first."""
+        chosen = {*self._along_largest_branch(number), *self._with_large_subtrees(number)}
+        return [self._candidate(sorted(numbers)) for numbers in sorted(chosen, key=len)]
+
+    def _along_largest_branch(self, number: int) -> Iterator[frozenset[int]]:
+        """Yields the first stretches along the largest branch from `number` on: as many as fit the budget; and, for
+        some n, the first n."""
         branch = [number]
         while following := self._stretches[branch[-1]].next:
             branch.append(max(following, key=self._subtree_tokens))
         num_fit = bisect_right([*accumulate(self._stretches[i].length for i in branch)], self._budget)
-        chosen = {frozenset(branch[:n]) for n in (max(num_fit, 1), *_spread(range(1, len(branch) + 1)))}
+        for n in (max(num_fit, 1), *_spread(range(1, len(branch) + 1))):
+            yield frozenset(branch[:n])
+
+    def _with_large_subtrees(self, number: int) -> Iterator[frozenset[int]]:
+        """Yields, for some n, `number` with all stretches after it whose subtrees have more than n tokens."""
         inside = [number]
         for i in inside:  # which grows: the stretches after `number`, level by level
             inside += self._stretches[i].next
         for least in _spread(sorted({0, *map(self._subtree_tokens, inside)})):
-            chosen.add(frozenset(i for i in inside if self._subtree_tokens(i) > least or i == number))
-        return [self._candidate(sorted(numbers)) for numbers in sorted(chosen, key=len)]
+            yield frozenset(i for i in inside if self._subtree_tokens(i) > least or i == number)
 
     def _candidate(self, numbers: Sequence[int]) -> _Candidate:
         inside, stretches = frozenset(numbers), [self._stretches[i] for i in numbers]
