@@ -153,14 +153,16 @@ class PackedForward:
         for level in index.level_of.unique().tolist():
             is_here = index.level_of == level
             read, computed = index.row_tokens[is_here], packed_row.levels[level].head_tokens
-            at = on_device(torch.searchsorted(computed, read), outputs.device)
-            if level < packed_row.source.level:
-                (of_phase_a,) = caches[level].read(OUTPUTS)
-                part: torch.Tensor = ReadPrefix.apply(of_phase_a, at, caches[level], OUTPUTS)  # type: ignore[no-untyped-call]
-            elif torch.equal(read, computed):
+            is_own = level == packed_row.source.level
+            if is_own and torch.equal(read, computed):
                 part = outputs
             else:
-                part = outputs[at]
+                at = on_device(torch.searchsorted(computed, read), outputs.device)
+                if is_own:
+                    part = outputs[at]
+                else:
+                    (of_phase_a,) = caches[level].read(OUTPUTS)
+                    part = ReadPrefix.apply(of_phase_a, at, caches[level], OUTPUTS)  # type: ignore[no-untyped-call]
             if is_here.all():
                 return part
             gathered = gathered.index_copy(0, on_device(is_here.nonzero()[:, 0], outputs.device), part)
