@@ -181,9 +181,9 @@ def _a_slice_shifted_by_one(sequence_parallel) -> dict:
 
 
 def _gradients_not_times_n(sequence_parallel) -> dict:
-    def gather(self, outputs, places):
+    def gather(self, outputs, gathered_at):
         whole_or_not = outputs / self.size + (outputs - outputs / self.size).detach()
-        return sequence_parallel._Gather.apply(whole_or_not, self.group).index_select(0, places)
+        return sequence_parallel._Gather.apply(whole_or_not, self.group).index_select(0, gathered_at)
 
     return {"gather": gather}
 
