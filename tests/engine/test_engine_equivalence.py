@@ -45,7 +45,8 @@ from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.runner import PlanRunner
-from verl_prefix.engine.checks.layer_probe import Figure, LayerProbe
+from verl_prefix.engine.checks.layer_probe import LayerProbe
+from verl_prefix.engine.checks.noise import Figure
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.testing import write_tiny_model
 

@@ -44,7 +44,8 @@ from verl_prefix.engine.backend import StockFacts
 from verl_prefix.engine.checks import self_check as verify
 from verl_prefix.engine.checks.both_paths import plan_to_check
 from verl_prefix.engine.checks.checked_rows import candidates
-from verl_prefix.engine.checks.layer_probe import MAX_ATTENTION, MAX_RECURRENCE, Figure, LayerProbe
+from verl_prefix.engine.checks.layer_probe import MAX_ATTENTION, MAX_RECURRENCE, LayerProbe
+from verl_prefix.engine.checks.noise import Figure
 from verl_prefix.engine.checks.verify import Verification
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows

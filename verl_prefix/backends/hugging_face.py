@@ -22,7 +22,7 @@ from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay, VerlEngine
 from verl_prefix.engine.checks.gradients import Gradients
-from verl_prefix.engine.checks.layer_probe import disturbed_outputs
+from verl_prefix.engine.checks.noise import disturbed_outputs
 from verl_prefix.engine.outputs import policy_outputs
 from verl_prefix.models import vision
 from verl_prefix.models.gradients import gradients_aside

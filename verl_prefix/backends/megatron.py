@@ -38,7 +38,7 @@ from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts, VerlEngine
 from verl_prefix.engine.checks.gradients import Gradients
-from verl_prefix.engine.checks.layer_probe import disturbed_outputs
+from verl_prefix.engine.checks.noise import disturbed_outputs
 from verl_prefix.engine.fields import ROUTES
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import flags_of, policy_outputs

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from verl_prefix.engine.checks.layer_probe import sum_of_squares
+from verl_prefix.engine.checks.noise import sum_of_squares
 
 _SMALL = 2**20  # most elements of a parameter outside of mixers that is compared; norms and adapters have fewer
 

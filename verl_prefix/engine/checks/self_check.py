@@ -26,7 +26,8 @@ import torch
 
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.engine.checks.gradients import Gradients
-from verl_prefix.engine.checks.layer_probe import Figure, LayerProbe, ProbedContext, ratio_of, sum_of_squares
+from verl_prefix.engine.checks.layer_probe import LayerProbe, ProbedContext
+from verl_prefix.engine.checks.noise import Figure, ratio_of, sum_of_squares
 
 # A perturbed pass rounds differently once per layer; ours also at its matmuls, whose shapes differ from stock's.
 MAX_OUTPUTS = 3.0
