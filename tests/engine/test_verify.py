@@ -138,7 +138,10 @@ def verdict(
     with gradients_aside(model):
         stock = functools.partial(run_stock, model, batch)
         key = seed, dtype, family, rows
-        return Comparison(key, lambda: torch.cat(stock()), ours, noise, gradients_of(model)).verdict(perturbed)
+        comparison = Comparison(
+            key, lambda: torch.cat(stock()), ours, noise, gradients_of(model), lambda sums: sums, "log-probs"
+        )
+        return comparison.verdict(perturbed)
 
 
 def scaled_kernel(patch):
@@ -442,14 +445,17 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
             contextlib.nullcontext,
             none,
             reduce_sum,
-        ).verdict()
+            "log-probs",
+        ).verdict(3)
 
     assert found().outputs.ratio == pytest.approx(5) and found().missed
-    seven_others = found(lambda values: [values[0] + 7, values[1] + 7, values[2] + 7])
+    seven_others = found(lambda values: [values[0] + 7, values[1] + 7, values[2] + 7, values[3]])
     assert seven_others.outputs.ratio == pytest.approx(2) and not seven_others.missed
     assert found(ours=(float("nan"), 0.0)).missed
-    nothing = verify.Comparison(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none)
-    assert not nothing.verdict().missed
+    nothing = verify.Comparison(
+        lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none, list, "log-probs"
+    )
+    assert not nothing.verdict(3).missed
 
 
 def test_what_missed_is_said_first():
@@ -467,11 +473,26 @@ def test_a_part_without_noise_may_not_be_off(off):
     part = types.SimpleNamespace(
         parts={"a part": []}, keep=lambda: [1.0], distances=lambda: next(distances), clear=lambda: None
     )
-    zeros = verify.Comparison(lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part)
-    found = zeros.verdict()
+    zeros = verify.Comparison(
+        lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part, list, "log-probs"
+    )
+    found = zeros.verdict(3)
     assert found.missed == (off != 0) and found.gradients.where == (
         "gradients of a part differ from the stock path's" if off else ""
     )
+
+
+def test_a_part_that_is_not_finite_with_noise_has_no_unit():
+    """An error over infinite noise would be 0. The other part is compared."""
+    distances = itertools.chain([[float("inf"), 1.0]] * 3, itertools.repeat([1e9, 4.0]))
+    parts = types.SimpleNamespace(
+        parts={"a": [], "b": []}, keep=lambda: [1.0, 1.0], distances=lambda: next(distances), clear=lambda: None
+    )
+    ones = verify.Comparison(
+        lambda: torch.ones(2), lambda *args: torch.ones(2), contextlib.nullcontext, parts, list, "log-probs"
+    )
+    found = ones.verdict(3)
+    assert found.not_finite == ["gradients of a"] and found.gradients.ratio == 2 and not found.missed
 
 
 def test_what_rounding_does_in_some_passes_alone_is_not_missed():
@@ -483,7 +504,10 @@ def test_what_rounding_does_in_some_passes_alone_is_not_missed():
         moved = (0.0, 1.0, 1.0, 1.0, *[1.0, 30.0, 1.0, 1.0] * 2)  # the truth, perturbed, perturbed once more
         stock = (torch.tensor([moved[i]]) for i in passes)
         none = types.SimpleNamespace(parts={}, keep=list, distances=list, clear=lambda: None)
-        found = verify.Comparison(lambda: next(stock), lambda *args: torch.tensor([ours]), noise, none).verdict()
+        comparison = verify.Comparison(
+            lambda: next(stock), lambda *args: torch.tensor([ours]), noise, none, list, "log-probs"
+        )
+        found = comparison.verdict(3)
         return found.outputs.ratio, found.missed, next(passes)
 
     def noise(seed: int) -> contextlib.AbstractContextManager:

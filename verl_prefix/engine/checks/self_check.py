@@ -8,12 +8,15 @@ All figures are in units of noise: how far ours is off, divided by how far round
   and values; the unit is what the rounding of probabilities and output to the model's dtype does, and of a log-sum-exp
   to fp32. In bf16 this sees errors of one percent in the kernel, which log-probs of a bf16 model hide.
 - every recurrent layer's convolution and scan against the same kernel on whole rows from zero states; the unit is how
-  far that kernel moves where the row is rounded differently and stands after some tokens that change nothing. Ours
-  differs in the same way: its chunks begin anew after the prefix, and so sum in another order, in whatever precision
-  the kernel has inside. Input rounding alone is too small a unit: in fp32 decays are differences of long sums.
+  far that kernel moves if its input is rounded otherwise and the row stands some tokens later. The chunks of ours, too,
+  begin elsewhere, and so sum in another order. Input rounding alone is too small: in fp32 decays are differences of
+  long sums.
 - gradients of a weighted sum of log-probs, in which a response's i-th token counts 1 / i (`both_paths._weighted_loss`),
   against the stock path's, in units of its noise, as for log-probs. What suffixes send back to their prefix shows
   nowhere else.
+
+Nothing can be compared with a result that is not finite on the stock path itself, as under a loss scale of fp16, which
+falls after such a step. The verdict names such results.
 """
 
 import functools
@@ -43,25 +46,44 @@ Distances = list[float]
 
 
 class Verdict(NamedTuple):
-    """The figures of a check."""
+    """What a check found. A figure is None where the stock path has nothing finite to compare with.
 
-    outputs: Figure  # log-probs, or values
-    attention: Figure
-    recurrence: Figure
-    gradients: Figure
+    Attributes:
+        outputs: of log-probs, or values.
+        attention: the largest of any attention layer; None where `outputs` is.
+        recurrence: the largest of any recurrent layer; None where `outputs` is.
+        gradients: the largest of any part of the model with finite gradients on the stock path.
+        not_finite: what is not finite on the stock path, in words; the same on all ranks.
+    """
+
+    outputs: Figure | None
+    attention: Figure | None
+    recurrence: Figure | None
+    gradients: Figure | None
+    not_finite: Sequence[str] = ()
+
+    @property
+    def figures(self) -> list[Figure]:
+        """Figures of what was compared."""
+        return [figure for figure in self if isinstance(figure, Figure)]
 
     @property
     def missed(self) -> bool:
-        return any(figure.missed for figure in self)
+        return any(figure.missed for figure in self.figures)
 
     def __str__(self) -> str:
-        missed = ", ".join(str(figure) for figure in self if figure.missed)
-        within = ", ".join(str(figure) for figure in self if figure.where and not figure.missed)
+        missed = ", ".join(str(figure) for figure in self.figures if figure.missed)
+        within = ", ".join(str(figure) for figure in self.figures if figure.where and not figure.missed)
         return "; within limits: ".join(filter(None, (missed, within)))
 
 
 class _Truth(NamedTuple):
-    """What the first pass of the stock path gave: outputs, and squared norms of gradients, by parts of the model."""
+    """What the first pass of the stock path gave.
+
+    Attributes:
+        outputs: [n], of this rank.
+        norms: squared norms of the outputs, then of this rank's gradients by parts of the model.
+    """
 
     outputs: torch.Tensor
     norms: list[float]
@@ -84,28 +106,31 @@ class Comparison:
     def __init__(
         self, stock: Callable[[], torch.Tensor], ours: Callable[[str, Callable[..., ForwardContext]], torch.Tensor],
         rounding_noise: Callable[[int], AbstractContextManager], gradients: Gradients,
-        reduce_sum: Callable[[list[float]], list[float]] = lambda values: values, outputs_name: str = "log-probs",
+        reduce_sum: Callable[[list[float]], list[float]], outputs_name: str,
     ) -> None:  # fmt: skip
         self._stock, self._ours, self._rounding_noise = stock, ours, rounding_noise
         self._gradients, self._reduce_sum, self._outputs_name = gradients, reduce_sum, outputs_name
 
-    def verdict(self, num_perturbed: int = 3) -> Verdict:
+    def verdict(self, num_perturbed: int) -> Verdict:
         """Runs both paths. Every rank calls it.
 
         Args:
             num_perturbed: how many stock passes run with noise; more where ours is off by more than these allow.
         """
         probe = LayerProbe()
-        truth = _Truth(self._stock(), self._gradients.keep())
+        outputs = self._stock()
+        truth = _Truth(outputs, [sum_of_squares(outputs), *self._gradients.keep()])
         self._gradients.clear()
         perturbed = self._perturb(num_perturbed, truth, seed=0)
         packed = self._distances(self._ours("packed", functools.partial(ProbedContext, probe=probe)), truth)
         phased = self._distances(self._ours("phased", ForwardContext), truth)
-        outputs, gradients = self._figures(truth, perturbed, packed, phased)
-        if any(figure.limit < figure.ratio < math.inf for figure in (outputs, gradients)):
+        found = self._compared(truth, perturbed, packed, phased)
+        if any(figure.limit < figure.ratio < math.inf for figure in found.figures):
             perturbed += self._perturb(_MORE_PERTURBED, truth, seed=num_perturbed)
-            outputs, gradients = self._figures(truth, perturbed, packed, phased)
-        return Verdict(outputs, probe.worst_attention, probe.worst_recurrence, gradients)
+            found = self._compared(truth, perturbed, packed, phased)
+        if found.outputs is None:  # layers have inputs that are not finite
+            return found
+        return found._replace(attention=probe.worst_attention, recurrence=probe.worst_recurrence)
 
     def _perturb(self, num_passes: int, truth: _Truth, seed: int) -> list[Distances]:
         """Runs the stock path with rounding noise, several times."""
@@ -118,24 +143,23 @@ class Comparison:
         self._gradients.clear()
         return distances
 
-    def _figures(
-        self, truth: _Truth, perturbed: Sequence[Distances], packed: Distances, phased: Distances
-    ) -> tuple[Figure, Figure]:
-        """Returns the figures of outputs and gradients, the same on all ranks."""
+    def _compared(self, truth: _Truth, perturbed: Sequence[Distances], packed: Distances, phased: Distances) -> Verdict:
+        """Returns the verdict on outputs and gradients, without layers. It is the same on all ranks."""
         noise = [sum(column) / len(perturbed) for column in zip(*perturbed, strict=True)]
         # Log-probs of low precision have a grid, on which small noise may change nothing.
-        noise[0] += torch.finfo(truth.outputs.dtype).eps ** 2 * sum_of_squares(truth.outputs)
-        n = len(noise)
+        noise[0] += torch.finfo(truth.outputs.dtype).eps ** 2 * truth.norms[0]
+        names = [self._outputs_name, *(f"gradients of {part}" for part in self._gradients.parts)]
         sums = self._reduce_sum([*packed, *phased, *noise, *truth.norms])
-        packed_sums, phased_sums, noise_sums, norms = sums[:n], sums[n : 2 * n], sums[2 * n : 3 * n], sums[3 * n :]
-        # A NaN must not get lost in max().
-        errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed_sums, phased_sums, strict=True)]
-        outputs_ratio, *gradient_ratios = map(ratio_of, errors, noise_sums)
-        outputs = Figure(outputs_ratio, MAX_OUTPUTS, f"{self._outputs_name} differ from the stock path's")
-        gradients = Figure(0.0, MAX_GRADIENTS, "")
-        for name, ratio, norm in zip(self._gradients.parts, gradient_ratios, norms, strict=True):
-            # Nothing compares with a gradient that is not finite on the stock path either, as under a loss scale of
-            # fp16, which falls after such a step.
-            if math.isfinite(norm) and ratio > gradients.ratio:
-                gradients = Figure(ratio, MAX_GRADIENTS, f"gradients of {name} differ from the stock path's")
-        return outputs, gradients
+        n = len(names)
+        packed, phased, noise, norms = (sums[start : start + n] for start in range(0, 4 * n, n))
+        limits = [MAX_OUTPUTS] + [MAX_GRADIENTS] * (n - 1)
+        figures = [
+            Figure(max(ratio_of(error, unit) for error in errors), limit, f"{name} differ from the stock path's")
+            if math.isfinite(norm + unit) else None
+            for name, limit, unit, norm, *errors in zip(names, limits, noise, norms, packed, phased, strict=True)
+        ]  # fmt: skip
+        outputs, *of_parts = figures
+        compared = [figure for figure in of_parts if figure is not None]
+        worst = max([Figure(0.0, MAX_GRADIENTS, ""), *compared], key=lambda figure: figure.ratio)
+        not_finite = [name for name, figure in zip(names, figures, strict=True) if figure is None]
+        return Verdict(outputs, None, None, worst if compared or not of_parts else None, not_finite)

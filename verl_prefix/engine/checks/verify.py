@@ -1,5 +1,6 @@
 """`prefix.verify`: when the self-check runs, and what happens where it misses."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,9 @@ from verl_prefix.engine.planner import StockPath
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import together
 from verl_prefix.models.advice import WITHOUT_SHARING
+from verl_prefix.versions import warn_once
+
+logger = logging.getLogger(__name__)
 
 
 class Verification:
@@ -39,7 +43,7 @@ class Verification:
     def __init__(self, backend: Backend, options: PrefixConfig, run_plan: Callable[..., tuple[dict, dict]]) -> None:
         self._backend, self._options, self._run_plan = backend, options, run_plan
         self.failure: StockPath | None = None
-        self._num_batches = 0  # of the checked kind, on either path: the log names the last one by this number
+        self._num_seen = 0  # batches of the checked kind, on either path; a miss is reported with this number
         self._num_settled = 0  # of these, the shared ones that were checked or need no check; `_is_due` goes by it
 
     @property
@@ -50,7 +54,7 @@ class Verification:
     def count(self, forward_only: bool) -> None:
         """Counts a batch, on whichever path it will be computed."""
         if self._is_checked_kind(forward_only):
-            self._num_batches += 1
+            self._num_seen += 1
 
     def _is_checked_kind(self, forward_only: bool) -> bool:
         return not (forward_only and self._backend.trains)
@@ -58,8 +62,8 @@ class Verification:
     def check(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> dict[str, float]:
-        """Runs the check, if one is due and every rank has a group to check. If a rank has none, the check stays due,
-        and waits for the next batch. Every rank calls it.
+        """Runs the check, if one is due and every rank has a group to check. If a rank has none, or if something is not
+        finite on the stock path, the check stays due, and waits for the next batch. Every rank calls it.
 
         Args:
             rows: the rows that this rank computes.
@@ -67,7 +71,7 @@ class Verification:
             plan: of these groups.
 
         Returns:
-            prefix/verify_* and the seconds; {} where nothing was checked.
+            prefix/verify_* of what was compared, and the seconds; {} where no check ran.
 
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
@@ -82,9 +86,21 @@ class Verification:
         choice = candidates(self._backend, rows, groups, budget)
         if not choice:
             return {}
-        metrics = self._checked(rows, cheapest(choice, len(rows)), budget, plan, loss)
-        self._num_settled += 1
-        return metrics | {"timing_s/prefix_verify": time.perf_counter() - start}
+        group = cheapest(choice, len(rows))
+        with self_check_advice():
+            verdict = self._verdict(rows, group, budget, loss)
+        if misses := self._misses(verdict, rows, group, plan, loss):
+            self._miss("; ".join(misses))
+        elif verdict.not_finite:
+            warn_once(
+                logger,
+                "prefix.verify waits for a batch whose results are finite on verl's own path: here %s are not; "
+                "set actor_rollout_ref.actor.prefix.verify=off where none will come",
+                listed(verdict.not_finite), key="not finite",
+            )  # fmt: skip
+        else:
+            self._num_settled += 1
+        return self._metrics(verdict) | {"timing_s/prefix_verify": time.perf_counter() - start}
 
     def _is_due(self) -> bool:
         """Whether this batch is one that `prefix.verify` names."""
@@ -93,15 +109,9 @@ class Verification:
             return verify == "first_step" and self._num_settled == 0
         return verify > 0 and self._num_settled % verify == 0
 
-    def _checked(self, rows: BatchRows, group: Group, budget: int, plan: Plan, loss: Loss) -> dict[str, float]:
-        """Compares both paths on a few rows of a group. Then checks the rows that the update does not compute: they
-        must have no gradient. Returns prefix/verify_*.
-
-        No pass of the check has more tokens than the budget, unless one row alone does. Where verl's sequence
-        parallelism is wrong, each rank computes whole rows, and rows that are checked fit a rank's budget.
-        """
-        with self_check_advice():
-            verdict = self._verdict(rows, group, budget, loss)
+    def _misses(self, verdict: Verdict, rows: BatchRows, group: Group, plan: Plan, loss: Loss) -> list[str]:
+        """Returns what the check found wrong: of the few rows of `group` that both paths computed, and of rows that the
+        update does not compute, which must have no gradient."""
         misses = []
         if verdict.missed:
             uids = listed(sorted({rows.uids[number] for number in group.rows}))
@@ -112,13 +122,13 @@ class Verification:
         if self._options.skip_zero_advantage and self._backend.trains:
             if self._has_gradient_of_idle_rows(rows, plan, loss):
                 misses.append(f"rows that are left out have a gradient; set {SKIP_ZERO_ADVANTAGE}=False")
-        if misses:
-            self._miss("; ".join(misses))
-        figures = verdict._asdict()
-        figures[self._compared] = figures.pop("outputs")
-        if not self._backend.shape.recurrent_layers:
-            del figures["recurrence"]
-        return {f"prefix/verify_{name}": figure.ratio for name, figure in figures.items()}
+        return misses
+
+    def _metrics(self, verdict: Verdict) -> dict[str, float]:
+        figures = {self._compared: verdict.outputs, "attention": verdict.attention, "gradients": verdict.gradients}
+        if self._backend.shape.recurrent_layers:
+            figures["recurrence"] = verdict.recurrence
+        return {f"prefix/verify_{name}": figure.ratio for name, figure in figures.items() if figure is not None}
 
     def _has_gradient_of_idle_rows(self, rows: BatchRows, plan: Plan, loss: Loss) -> bool:
         """Whether any row that no pass of the plan computes has a gradient, on any rank: a dead row, or one with an
@@ -132,7 +142,7 @@ class Verification:
     def _miss(self, why: str) -> None:
         """Ends the run, or sends all batches from now on to the stock path."""
         batches = "update" if self._backend.trains else "batch of ref"
-        message = f"prefix.verify, {batches} {self._num_batches}: {why}"
+        message = f"prefix.verify, {batches} {self._num_seen}: {why}"
         if self._options.verify_action == "raise":
             fallback = "actor_rollout_ref.actor.prefix.verify_action=fallback"
             raise RuntimeError(f"{message}, or {fallback} to go on with the stock path. Please report this")
@@ -152,6 +162,8 @@ class Verification:
                 ranks.sum_over_ranks, self._compared.replace("_", "-"),
             )  # fmt: skip
             verdict = comparison.verdict(fewest_perturbed)
+        if verdict.outputs is None:  # on every rank, none of which then has figures of layers
+            return verdict
         # Each rank has its own figures of layers; the others are of all ranks together.
         layer_figures: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(layer_figures, (verdict.attention, verdict.recurrence))
