@@ -55,7 +55,9 @@ class Sample(NamedTuple):
         tu.assign_non_tensor(rows.data, **flags)
         tu.assign_non_tensor(for_stock.data, **flags, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
         numbers = {number: new_number for new_number, number in enumerate(group.rows)}
-        function = functools.partial(_weighted_loss, processor=loss.function) if distills else _weighted_loss
+        function = (
+            functools.partial(_of_logits_or_outputs, loss.function) if distills and loss.function else _weighted_loss
+        )
         return cls(renumbered(group, numbers), rows, for_stock, function)
 
 
@@ -109,7 +111,7 @@ def plan_to_check(group: Group, budget: int, schedule: str, nests: bool) -> Plan
         nests: see `make_plan`.
     """
     if nests and schedule == "phased":
-        deepest = Nesting(group, budget, 1, offload=False).deepest()
+        deepest = Nesting(group, budget, pass_tokens=1, offload=False).deepest()  # a pass for each suffix
         if deepest is not None:
             return Plan((deepest,))
     return make_plan([group], budget, schedule, wave_tokens=1, nests=nests)
@@ -127,16 +129,16 @@ def _of_response(row: torch.Tensor, length: int) -> torch.Tensor:
     return row[len(row) - length - 1 : len(row) - 1]
 
 
+def _of_logits_or_outputs(runs_loss: LossFunction, **given: Any) -> Any:
+    """The loss in top-k distillation, where verl also calls a loss with logits. These are for the run's own loss."""
+    return _weighted_loss(**given) if "model_output" in given else runs_loss(**given)
+
+
 def _weighted_loss(
-    data: TensorDict, model_output: Mapping[str, torch.Tensor] | None = None,
-    processor: Callable[..., Any] | None = None, **others: Any,
-) -> Any:  # fmt: skip
+    data: TensorDict, model_output: Mapping[str, torch.Tensor], **_: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """The loss by which gradients are compared. The first tokens of a response count most, since they read most of
-    their prefix. In top-k distillation verl also calls a loss with logits; this one then calls the `processor`, the
-    run's own loss."""
-    if model_output is None:
-        assert processor is not None
-        return processor(data=data, **others)
+    their prefix."""
     response_lens = BatchRows(data).response_lens
     rows = _compared_outputs(model_output)
     loss = 0.0 * next(iter(model_output.values())).values().sum()

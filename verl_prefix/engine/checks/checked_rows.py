@@ -13,10 +13,10 @@ from verl_prefix.versions import warn_once
 logger = logging.getLogger(__name__)
 
 _ENOUGH_TOKENS = 32  # of responses
-_MOST_ROWS = 8
-_ROWS_PER_CHECKED_ROW = 24  # in an update of so many rows three passes over one row are an eighth
+_MOST_UNITS = 8
+_ROWS_PER_CHECKED_UNIT = 24  # in an update of so many rows three passes over one row are an eighth
 
-Unit = tuple[int, int]  # the start and end of rows of a group that are never cut apart (`Group.units`)
+Unit = tuple[int, int]  # the start and end of rows of a group that are never cut apart (`core.group_parts.units_of`)
 
 
 def candidates(backend: Backend, rows: BatchRows, groups: Sequence[Group], budget: int) -> Sequence[Group]:
@@ -104,14 +104,14 @@ def _with_few_rows(group: Group, num_rows: int) -> Group:
     """Cuts a group to two units, or to three of a tree, whose passes then nest. If these have too few response tokens
     to compare, more units follow, as long as a check of so many rows is cheap beside an update of `num_rows`."""
     units = sorted(units_of(group), key=lambda unit: -_num_tokens(group, unit))
-    count = 2
+    num_units = 2
     if len(group.strands) > 1 and len(units) > 2:
         units = _in_order_of_interest(group, units)
-        count = 3
-    most = min(_MOST_ROWS, num_rows // _ROWS_PER_CHECKED_ROW)
-    while count < most and sum(_num_tokens(group, unit) for unit in units[:count]) < _ENOUGH_TOKENS:
-        count += 1
-    return pruned(with_rows(group, sorted(i for unit in units[:count] for i in range(*unit))))
+        num_units = 3
+    most_units = min(_MOST_UNITS, num_rows // _ROWS_PER_CHECKED_UNIT)
+    while num_units < most_units and sum(_num_tokens(group, unit) for unit in units[:num_units]) < _ENOUGH_TOKENS:
+        num_units += 1
+    return pruned(with_rows(group, sorted(i for unit in units[:num_units] for i in range(*unit))))
 
 
 def _in_order_of_interest(group: Group, units: Sequence[Unit]) -> list[Unit]:

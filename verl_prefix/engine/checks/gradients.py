@@ -29,17 +29,18 @@ class Gradients:
         local: Callable[[torch.nn.Parameter], torch.Tensor], clear: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self._local = local
+        self._truth: list[list[torch.Tensor]] = []  # by part, in host memory
         self.clear = clear or model.zero_grad
         self.parts: dict[str, list[torch.nn.Parameter]] = {}
-        in_no_part = {p for p in model.parameters() if p.requires_grad}
+        taken: set[torch.nn.Parameter] = set()  # by the parts before
         for name, module in {**whole, **parts, "all else": model}.items():
-            trained = [p for p in module.parameters() if p in in_no_part]
-            in_no_part.difference_update(trained)
+            trained = [p for p in module.parameters() if p.requires_grad and p not in taken]
+            taken.update(trained)
             compared = trained if name in whole else [p for p in trained if p.numel() <= _SMALL]
             self.parts[name] = compared or sorted(trained, key=torch.numel)[:1]  # none where nothing is trained
 
     def keep(self) -> list[float]:
-        """Keeps the last pass's gradients as the truth, in host memory; returns their squared norms by part."""
+        """Keeps the last pass's gradients as the truth; returns their squared norms by part."""
         self._truth = [[self._local(p).to("cpu", copy=True) for p in part] for part in self.parts.values()]
         return [sum(map(sum_of_squares, part)) for part in self._truth]
 
