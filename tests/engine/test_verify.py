@@ -30,7 +30,7 @@ from nesting import BROKEN
 from runners import random_rollouts, run_shared, run_stock
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.backends.hugging_face import disturbed_model, gradients_of
+from verl_prefix.backends.hugging_face import HFBackend
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core import packed_row
 from verl_prefix.core.attention import AttentionSite, GroupedAttention
@@ -104,6 +104,11 @@ class Comparison(verify.Comparison):
         return [*NOISE[key]]
 
 
+def backend_of(model: torch.nn.Module, dtype: torch.dtype) -> types.SimpleNamespace:
+    """What `HFBackend`'s methods for the self-check read of theirs."""
+    return types.SimpleNamespace(_engine=types.SimpleNamespace(module=model), dtype=dtype)
+
+
 def verdict(
     seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None, perturbed: int = 1, rows=None
 ) -> verify.Verdict:
@@ -134,12 +139,13 @@ def verdict(
             plan = deepest if rows and schedule == "phased" else None
             return torch.cat(run_shared(model, batch, schedule, context_type=context_type, wave_tokens=1, plan=plan))
 
-    noise = functools.partial(disturbed_model, model, dtype)
+    backend = backend_of(model, dtype)
+    noise = functools.partial(HFBackend.rounding_noise, backend)
     with gradients_aside(model):
         stock = functools.partial(run_stock, model, batch)
         key = seed, dtype, family, rows
         comparison = Comparison(
-            key, lambda: torch.cat(stock()), ours, noise, gradients_of(model), lambda sums: sums, "log-probs"
+            key, lambda: torch.cat(stock()), ours, noise, HFBackend.gradients(backend), lambda sums: sums, "log-probs"
         )
         return comparison.verdict(perturbed)
 
@@ -536,7 +542,7 @@ def test_noise_is_where_the_output_is():
     module, x = Attention(), torch.ones(100)
     found = []
     for seed in (0, 3):
-        with disturbed_model(module, torch.bfloat16, seed):
+        with HFBackend.rounding_noise(backend_of(module, torch.bfloat16), seed):
             found += [module(x)[0] for _ in range(2)]
         assert all(0 < (one - x).abs().max() <= torch.finfo(torch.bfloat16).eps for one in found)
     assert not any(torch.equal(*pair) for pair in itertools.combinations(found, 2))
@@ -552,7 +558,7 @@ def test_gradients_that_a_run_has_gathered_wait_for_the_check():
     batch = random_rollouts([(9, [4, 3])], 64)
     run_stock(model, batch)
     gathered = [parameter.grad.clone() for parameter in model.parameters()]
-    gradients = gradients_of(model)
+    gradients = HFBackend.gradients(backend_of(model, torch.float32))
     with gradients_aside(model):
         assert all(parameter.grad is None for parameter in model.parameters())
         run_stock(model, batch)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from verl.utils import tensordict_utils as tu
 from vision_engines import BATCHES, _batch, _measure
 
-from verl_prefix.backends.stock_path import wrong_when_sharded
+from verl_prefix.backends.stock_path import why_wrong_when_sharded
 from verl_prefix.models.vision import UNPATCHED
 from verl_prefix.testing import write_tiny_model
 
@@ -345,4 +345,4 @@ def test_verls_own_path_pads_rows_where_it_leaves_the_model_to_transformers(rank
         assert max(result["errors"].values()) <= TOLERANCE and result["metrics"]["prefix/stock_rows"] > [0]
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(paths[family]))
-    assert "all tokens of a row" in wrong_when_sharded(model, "flash_attention_2")
+    assert "all tokens of a row" in why_wrong_when_sharded(model, "flash_attention_2")

@@ -108,7 +108,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
             # counts forwards of layers, and would replace gradient checkpointing by a reentrant one.
             unfused = bool(model_config.use_fused_kernels)
             verls_model_config = copy.copy(model_config)
-            vars(verls_model_config).update(use_fused_kernels=False, enable_activation_offload=False)
+            verls_model_config.__dict__.update(use_fused_kernels=False, enable_activation_offload=False)
         # The base class branches on its own strategy names (_build_fsdp_module); the caller's configs stay as they are.
         verls_config = copy.copy(engine_config)
         verls_config.strategy = "fsdp2"

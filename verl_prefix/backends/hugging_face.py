@@ -16,8 +16,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_
 
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.config.model import check_dealt, check_sequence_parallel
-from verl_prefix.core.context import ForwardContext
-from verl_prefix.core.forward import LOGITS_CHUNK, LogitsFn, PackedForward
+from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay, VerlEngine
@@ -94,23 +93,15 @@ class HFBackend(Backend):
         shards = (local_shard(p) for p in self._engine.module.parameters() if p.requires_grad)
         return float(sum(shard.nbytes for shard in shards if shard.device.type != "cpu"))
 
-    def new_runner(
-        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False, meter: Meter | None = None,
-        kernel: str = "auto", logits_chunk: int = LOGITS_CHUNK, keep_attention: bool = False,
-        context_type: Callable[..., ForwardContext] = ForwardContext,
-    ) -> PlanRunner:  # fmt: skip
-        model = HookedModel(self._engine.module, replays=self.replay is not None)
-        forward = PackedForward(
-            model, of_logits, self.autocast, kernel, logits_chunk, keep_attention, context_type, self.ranks.slice_group
-        )
-        return PlanRunner(
-            forward,
-            step,
-            None if forward_only else self._backward,
-            gradient_sync=lambda last: nullcontext() if forward_only else self._gradient_sync(last),
-            offload=offload,
-            meter=meter or Meter(),
-        )
+    def _hooked_model(self) -> HookedModel:
+        return HookedModel(self._engine.module, replays=self.replay is not None)
+
+    def _runner(
+        self, forward: PackedForward, step: Step, forward_only: bool, offload: bool, meter: Meter
+    ) -> PlanRunner:
+        if forward_only:
+            return PlanRunner(forward, step, meter=meter)
+        return PlanRunner(forward, step, self._backward, self._gradient_sync, offload, meter)
 
     def model_metrics(self, runner: PlanRunner) -> dict[str, float]:
         assert isinstance(runner.forward.model, HookedModel)
@@ -157,10 +148,17 @@ class HFBackend(Backend):
         return torch.zeros((1, vocab_size), dtype=self.dtype, device=get_device_id())
 
     def gradients(self) -> Gradients:
-        return gradients_of(self._engine.module)
+        """Mixers are compared whole, layers and the vision tower in part."""
+        model: Any = self._engine.module
+        layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
+        tower = {"the vision tower": vision.tower_of(model)} if vision.is_vision_config(model.config) else {}
+        whole = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
+        return Gradients(model, whole, layers | tower, _local_grad)
 
     def rounding_noise(self, seed: int) -> AbstractContextManager[None]:
-        return disturbed_model(self._engine.module, self.dtype, seed)
+        model = self._engine.module
+        attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+        return disturbed_outputs(attention, mixers(model), self.dtype, seed)
 
     def gradients_aside(self) -> AbstractContextManager[None]:
         return gradients_aside(self._engine.module)
@@ -175,14 +173,6 @@ def without_ulysses() -> Iterator[None]:
         yield
     finally:
         set_ulysses_sequence_parallel_group(group)
-
-
-def gradients_of(model: Any) -> Gradients:
-    """Makes `Gradients` of a Hugging Face model. Mixers are compared whole, layers and the vision tower in part."""
-    layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
-    tower = {"the vision tower": vision.tower_of(model)} if vision.is_vision_config(model.config) else {}
-    whole = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
-    return Gradients(model, whole, layers | tower, _local_grad)
 
 
 def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -204,12 +194,6 @@ def freeze_vision_tower(model: Any, engine_config: Any) -> None:
 def local_shard(x: Any) -> torch.Tensor:
     """Returns this rank's shard of a tensor that FSDP2 sharded, and any other tensor as it is."""
     return x.to_local() if hasattr(x, "to_local") else x
-
-
-def disturbed_model(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> AbstractContextManager[None]:
-    """Context of `disturbed_outputs` for the attention and the recurrent mixers of a Hugging Face model."""
-    attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
-    return disturbed_outputs(attention, mixers(model), dtype, seed)
 
 
 def check_in_worker(model_config: Any, key: str, size: int, model: str = "actor_rollout_ref.model") -> None:

@@ -32,8 +32,7 @@ from verl_prefix.config.megatron import (
     check_spread,
 )
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.context import ForwardContext
-from verl_prefix.core.forward import LOGITS_CHUNK, LogitsFn, PackedForward
+from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts, VerlEngine
@@ -167,23 +166,15 @@ class MegatronBackend(Backend):
         freed = (grads for grads in self._gradient_buffers if not grads.untyped_storage().nbytes())
         return float(sum(grads.nbytes for grads in freed))
 
-    def new_runner(
-        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False, meter: Meter | None = None,
-        kernel: str = "auto", logits_chunk: int = LOGITS_CHUNK, keep_attention: bool = False,
-        context_type: Callable[..., ForwardContext] = ForwardContext,
-    ) -> PlanRunner:  # fmt: skip
-        model = MegatronModel(self._module)
-        forward = PackedForward(
-            model, of_logits, self.autocast, kernel, logits_chunk, keep_attention, context_type, self.ranks.slice_group
-        )
-        return (PipelineRunner if self.ranks.stages > 1 else MegatronRunner)(
-            forward,
-            step,
-            None if forward_only else self._backward,
-            offload=offload,
-            meter=meter or Meter(),
-            module=self._module,
-        )
+    def _hooked_model(self) -> MegatronModel:
+        return MegatronModel(self._module)
+
+    def _runner(
+        self, forward: PackedForward, step: Step, forward_only: bool, offload: bool, meter: Meter
+    ) -> PlanRunner:
+        backward = None if forward_only else self._backward
+        runner_type = PipelineRunner if self.ranks.stages > 1 else MegatronRunner
+        return runner_type(forward, step, backward, offload=offload, meter=meter, module=self._module)
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Runs a backward without a pipeline, whose backwards mcore's own schedule runs and scales likewise."""
@@ -272,29 +263,31 @@ class MegatronBackend(Backend):
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
-        """Also keeps what routers have counted, and their biases, which mcore moves whenever gradients are reduced.
-        Inside, no loss balances experts: such losses depend on how rows fall into passes.
-
-        Where Megatron-Bridge divides gradients by tokens, verl counts n // slices tokens of a micro-batch of n, and so
-        loses the rest. Inside, n is the number of rows times slices, which leaves no rest.
-        """
+        """Also keeps what routers have counted. Inside, no loss balances experts, since such losses depend on how rows
+        fall into passes, and routers' biases stay, which mcore moves whenever gradients are reduced."""
         if not self.trains:
             yield
             return
         config = unwrapped(self._module).config
+        coefficient = config.moe_aux_loss_coeff
+        no_balance = [0.0] * len(coefficient) if isinstance(coefficient, list) else 0.0
+        with (
+            self._kept_aside(),
+            replaced(config, "moe_router_bias_update_rate", 0.0),
+            replaced(config, "moe_aux_loss_coeff", no_balance),
+            replaced(self._engine, "_routed_num_tokens", functools.partial(_rows_times, self.ranks.slices)),
+        ):
+            yield
+
+    @contextmanager
+    def _kept_aside(self) -> Iterator[None]:
+        """Context that begins without gradients and counts of routers, and ends with those that were there before."""
         counts = router_counts(self._module)
         # Where an update begins there are no gradients, and nothing is copied.
         kept = [(x, x.cpu()) for x in (*self._gradient_buffers, *counts) if x.any()]
         self._clear()
-        coefficient = config.moe_aux_loss_coeff
-        no_balance = [0.0] * len(coefficient) if isinstance(coefficient, list) else 0.0
         try:
-            with (
-                replaced(config, "moe_router_bias_update_rate", 0.0),
-                replaced(config, "moe_aux_loss_coeff", no_balance),
-                replaced(self._engine, "_routed_num_tokens", functools.partial(_rows_times, self.ranks.slices)),
-            ):
-                yield
+            yield
         finally:
             self._clear()
             for count in counts:
@@ -304,7 +297,8 @@ class MegatronBackend(Backend):
 
 
 def _rows_times(slices: int, data: TensorDict) -> torch.Tensor:
-    """Stands in for verl's `_routed_num_tokens` of a batch, see `MegatronBackend.gradients_aside`."""
+    """Stands in for verl's `_routed_num_tokens` of a batch. Where Megatron-Bridge divides gradients by tokens, verl
+    counts n // slices tokens of a micro-batch of n, and so loses the rest. With rows times slices there is no rest."""
     return torch.tensor(len(data) * slices, device=data["input_ids"].device)
 
 
@@ -327,7 +321,7 @@ class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
             check_spread(engine_config, torch.distributed.get_world_size(), hf_config)
             check_built(hf_config, engine_config)
             verls_config = copy.copy(engine_config)  # the caller's stays as it is
-            object.__setattr__(verls_config, "use_fused_kernels", False)  # they make log-probs of all tokens
+            verls_config.__dict__.update(use_fused_kernels=False)  # they make log-probs of all tokens
         super().__init__(model_config, verls_config, optimizer_config, checkpoint_config)
         self.set_backend(MegatronBackend(self), engine_config, model_config)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class MegatronRunner(PlanRunner):
         module: the model, in mcore's DistributedDataParallel where it is trained.
     """
 
-    module: Any = None
+    module: Any = field(kw_only=True)
 
     def run(self, batch: TokenBatch, plan: Plan) -> None:
         if self.backward is None:
@@ -41,17 +41,21 @@ class MegatronRunner(PlanRunner):
             # the phase C of an offloaded prefix: in place of a parameter they find a tensor without mcore's marks.
             with self.module.no_sync(), replaced(self.module.ddp_config, "overlap_grad_reduce", False):
                 self.run_passes(batch, plan)
-            if self.module.ddp_config.overlap_grad_reduce:
-                self.module.start_grad_sync()
-            config = unwrapped(self.module).config
-            # Under context parallelism Megatron-Bridge sets calculate_per_token_loss: mcore then sums gradients over
-            # ranks, and divides by the ranks' token counts. A count of 1 on each rank makes that the mean, as without.
-            count = torch.ones((), dtype=torch.int, device=batch.input_ids.device)
-            config.finalize_model_grads_func([self.module], count if config.calculate_per_token_loss else None)
+            self._reduce_gradients(batch.input_ids.device)
         except BaseException:
             for counted in router_counts(self.module):  # else the next update would count these tokens, too
                 counted.zero_()
             raise
+
+    def _reduce_gradients(self, device: torch.device) -> None:
+        """Does what mcore does once after the last backward."""
+        if self.module.ddp_config.overlap_grad_reduce:
+            self.module.start_grad_sync()
+        config = unwrapped(self.module).config
+        # Under context parallelism Megatron-Bridge sets calculate_per_token_loss: mcore then sums gradients over ranks,
+        # and divides by the ranks' token counts. A count of 1 on each rank makes that the mean, as without.
+        count = torch.ones((), dtype=torch.int, device=device)
+        config.finalize_model_grads_func([self.module], count if config.calculate_per_token_loss else None)
 
     @contextmanager
     def _recording(self, batch: TokenBatch) -> Iterator[None]:
@@ -66,7 +70,7 @@ class MegatronRunner(PlanRunner):
         gather_routes(batch.routes, batch.input_ids.device)
 
     def run_passes(self, batch: TokenBatch, plan: Plan) -> None:
-        """Runs all passes, without what mcore does once after them."""
+        """Runs all passes, without what mcore does once after them, and sets the factor of auxiliary losses first."""
         if self.backward is not None:
             scale_auxiliary_losses(self.module, len(plan.passes), batch.input_ids.device)
         super().run(batch, plan)

@@ -14,6 +14,7 @@ Source: megatron-core 0.16.1, megatron/core/pipeline_parallel/schedules.py
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class PipelineRunner(MegatronRunner):
     """A runner for several stages, each of which has a part of the layers. Every stage has the same plan."""
 
     def run_passes(self, batch: TokenBatch, plan: Plan) -> None:
+        """Runs all passes. mcore's schedule (`run_1f1b`) sets the factor of auxiliary losses, by its micro-batches."""
         assert plan.depth < 2, "stages run phases A apart, and would leave out what is nested in them"
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
         if self.backward is None:  # one prefix at a time, since nothing of it is wanted after its waves
@@ -119,8 +121,8 @@ class PipelineRunner(MegatronRunner):
     def _run_1f1b(self, batch: TokenBatch, micro_batches: Sequence[_MicroBatch]) -> None:
         """Runs forwards and backwards of packed passes and waves in mcore's order."""
         waiting = iter(micro_batches)
-        all_caches = {cache for micro_batch in micro_batches for cache in micro_batch.caches}
-        offloaded = [cache for cache in all_caches if isinstance(cache, OffloadedPrefixCache)]
+        caches = itertools.chain(*(micro_batch.caches for micro_batch in micro_batches))
+        offloaded = {cache for cache in caches if isinstance(cache, OffloadedPrefixCache)}
         with NotesOfBackwards() as backwards:
 
             def forward() -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:

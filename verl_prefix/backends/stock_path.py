@@ -13,7 +13,7 @@ from verl.utils.ulysses import slice_input_tensor
 from verl_prefix.backends.hugging_face import VerlHFEngine, without_ulysses
 from verl_prefix.config.model import is_varlen
 from verl_prefix.engine.backend import Ranks, Replay, StockFacts
-from verl_prefix.engine.fields import RECORDS, ROUTES
+from verl_prefix.engine.fields import RECORDS, ROUTES, flag
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.models.recurrent import packing_leak, sharding_leak
 from verl_prefix.models.replaced import replaced
@@ -37,7 +37,7 @@ class VerlFSDPEngine(VerlHFEngine, Protocol):
     def _gradient_sync_context(self, is_last_micro_batch: bool) -> AbstractContextManager[Any]: ...
 
 
-def wrong_when_sharded(model: Any, attention: str) -> str | None:
+def why_wrong_when_sharded(model: Any, attention: str) -> str | None:
     """Returns why verl's sequence parallelism computes this model wrong, without an error; None where it is right.
     attention: the model's `attn_implementation`."""
     if not is_varlen(attention):
@@ -73,7 +73,7 @@ class _RoutedMicroBatches:
     ) -> Any:
         """Calls verl's method, and adds the routes that were recorded."""
         model_output = self._verls_outputs(output, output_args, micro_batch, logits_processor_func)
-        if _records(micro_batch):
+        if flag(micro_batch, RECORDS):
             model_output[ROUTES] = self._recorded(micro_batch, output_args)
         return model_output
 
@@ -82,7 +82,7 @@ class _RoutedMicroBatches:
         (`Replay`)."""
         if ROUTES in micro_batch.keys():
             return micro_batch[ROUTES]
-        if not _records(micro_batch):  # ref's
+        if not flag(micro_batch, RECORDS):  # ref's
             return None
         ids = micro_batch["input_ids"]
         no_record = ids.values().new_zeros(
@@ -93,7 +93,7 @@ class _RoutedMicroBatches:
     def _laid_out(self, routes: torch.Tensor, micro_batch: TensorDict, output_args: Any) -> torch.Tensor:
         """Pads the rows' routes, or packs them and cuts them among ranks, as verl does with tokens."""
         rows = list(routes.unbind())
-        if not _is_packed(micro_batch):
+        if not flag(micro_batch, "use_remove_padding", True):
             return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
         padding = rows[0].new_zeros(output_args["pad_size"], *rows[0].shape[1:])
         packed = torch.cat([*rows, padding])
@@ -103,7 +103,7 @@ class _RoutedMicroBatches:
         """Undoes `_laid_out`: returns the rows' routes, jagged."""
         assert self.routes is not None
         offsets = micro_batch["input_ids"].offsets()
-        if _is_packed(micro_batch):  # by bytes, since collectives know no int16
+        if flag(micro_batch, "use_remove_padding", True):  # by bytes, since collectives know no int16
             gathered = self._engine._gather_and_unpad_packed(self.routes.view(torch.uint8), output_args["pad_size"])
             routes = gathered.view(torch.int16)
         else:
@@ -111,14 +111,6 @@ class _RoutedMicroBatches:
             rows = self.routes.chunk(len(lens))
             routes = torch.cat([row[:length] for row, length in zip(rows, lens, strict=True)])
         return torch.nested.nested_tensor_from_jagged(routes, offsets)
-
-
-def _records(micro_batch: TensorDict) -> bool:
-    return bool(tu.get_non_tensor_data(micro_batch, RECORDS, False))
-
-
-def _is_packed(micro_batch: TensorDict) -> bool:
-    return bool(tu.get_non_tensor_data(micro_batch, "use_remove_padding", True))
 
 
 @contextmanager
@@ -155,7 +147,7 @@ class FSDPStockPath:
             dense_mask=not is_varlen(attention),
             row_begins="zeros" if is_varlen(attention) else "jumps",
             separates_rows=engine.use_remove_padding and self._leak is not None,
-            wrong_when_sharded=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
+            wrong_when_sharded=None if ranks.slices == 1 else why_wrong_when_sharded(engine.module, attention),
         )
 
     def run(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
@@ -166,7 +158,7 @@ class FSDPStockPath:
         module = self._engine.module
         if self._unfused:
             tu.assign_non_tensor(data, use_fused_kernels=False)
-        packs = tu.get_non_tensor_data(data, "use_remove_padding", True)
+        packs = flag(data, "use_remove_padding", True)
         if packs and module.config.model_type in UNPATCHED:
             warn_once(
                 logger,
@@ -198,8 +190,8 @@ class FSDPStockPath:
         The budget of a pass is what one rank may have, or the longest rows that stay together on any rank, if that is
         more. It is divided by `sp_size`, since verl multiplies `max_token_len_per_gpu` by it.
         """
-        if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
-            group_size = tu.get_non_tensor_data(data, "force_group_size", 1)
+        if flag(data, "use_dynamic_bsz", True):
+            group_size = flag(data, "force_group_size", 1)
             kept_together = data["input_ids"].offsets().diff().split(group_size)
             (longest,) = self._ranks.max_over_ranks([max(int(lens.sum()) for lens in kept_together)])
             budget = max(int(data["max_token_len_per_gpu"]), int(longest))
@@ -219,7 +211,7 @@ class FSDPStockPath:
         only verl can then even out their micro-batches. No token of a row sees padding.
         """
         ((fewest, most),) = self._ranks.ranges_over_ranks(len(data))
-        if fewest < most or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
+        if fewest < most or flag(data, "force_group_size", 1) > 1:
             tu.assign_non_tensor(data, use_remove_padding=False)
         else:
             tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)

@@ -16,7 +16,7 @@ from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.context import ForwardContext
-from verl_prefix.core.forward import LOGITS_CHUNK, LogitsFn
+from verl_prefix.core.forward import LOGITS_CHUNK, LogitsFn, Model, PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
 from verl_prefix.engine.checks.gradients import Gradients
@@ -192,7 +192,6 @@ class Backend(ABC):
         """Sets in verl's engine what its own `forward_backward_batch` would set. By default it sets nothing."""
         return
 
-    @abstractmethod
     def new_runner(
         self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False, meter: Meter | None = None,
         kernel: str = "auto", logits_chunk: int = LOGITS_CHUNK, keep_attention: bool = False,
@@ -205,6 +204,21 @@ class Backend(ABC):
             step: of `core.runner.PlanRunner`, as are `offload` and `meter`.
             forward_only: without backward.
         """
+        forward = PackedForward(
+            self._hooked_model(), of_logits, context=self.autocast, kernel=kernel, logits_chunk=logits_chunk,
+            keep_attention=keep_attention, context_type=context_type, sequence_group=self.ranks.slice_group,
+        )  # fmt: skip
+        return self._runner(forward, step, forward_only, offload, meter or Meter())
+
+    @abstractmethod
+    def _hooked_model(self) -> Model:
+        """The model as `PackedForward` calls it, with an attention that shares prefixes."""
+
+    @abstractmethod
+    def _runner(
+        self, forward: PackedForward, step: Step, forward_only: bool, offload: bool, meter: Meter
+    ) -> PlanRunner:
+        """Makes the runner of `new_runner`."""
 
     @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:

@@ -55,9 +55,7 @@ class Sample(NamedTuple):
         tu.assign_non_tensor(rows.data, **flags)
         tu.assign_non_tensor(for_stock.data, **flags, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
         numbers = {number: new_number for new_number, number in enumerate(group.rows)}
-        function = (
-            functools.partial(_of_logits_or_outputs, loss.function) if distills and loss.function else _weighted_loss
-        )
+        function = functools.partial(_topk_loss, loss.function) if distills and loss.function else _weighted_loss
         return cls(renumbered(group, numbers), rows, for_stock, function)
 
 
@@ -129,7 +127,7 @@ def _of_response(row: torch.Tensor, length: int) -> torch.Tensor:
     return row[len(row) - length - 1 : len(row) - 1]
 
 
-def _of_logits_or_outputs(runs_loss: LossFunction, **given: Any) -> Any:
+def _topk_loss(runs_loss: LossFunction, **given: Any) -> Any:
     """The loss in top-k distillation, where verl also calls a loss with logits. These are for the run's own loss."""
     return _weighted_loss(**given) if "model_output" in given else runs_loss(**given)
 

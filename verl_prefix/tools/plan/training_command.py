@@ -28,7 +28,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_prefix.auto.megatron import State
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.stock_path import wrong_when_sharded
+from verl_prefix.backends.stock_path import why_wrong_when_sharded
 from verl_prefix.config.driver import check_driver, has_critic, has_ref, is_v1
 from verl_prefix.config.engines import CRITIC, FSDP2, MEGATRON, VEOMNI, attention_of, engine_of, slices_of
 from verl_prefix.config.model import check_dealt, check_model_family, check_sequence_parallel, read_hf_config
@@ -80,7 +80,7 @@ class Model(NamedTuple):
         hf: Hugging Face's. shape: what it costs. state: see `state_of`; on Megatron's engine nothing counts, since
             every rank has another part (`simulate.command.state_of_megatron`).
         leak: what is wrong with verl's own path where it packs rows (`recurrent.packing_leak`), or None.
-        spread: the same where ranks share a row (`stock_path.wrong_when_sharded`).
+        spread: the same where ranks share a row (`stock_path.why_wrong_when_sharded`).
     """
 
     hf: Any
@@ -101,7 +101,7 @@ def read_model(config: DictConfig, critic: bool = False) -> Model:
     shape, leak, spread = model_shape(hf, dtypes(roles.actor)[1]), None, None
     if engine_of(roles.actor) is FSDP2:  # recurrent layers of others know where rows begin, and other ranks' tokens
         leak = packing_leak(hf) if roles.model.use_remove_padding else None
-        spread = wrong_when_sharded(hf, attention_of(roles.actor, roles.model)[1])
+        spread = why_wrong_when_sharded(hf, attention_of(roles.actor, roles.model)[1])
     return Model(hf, shape, state_of(roles, hf), leak, spread)
 
 
