@@ -239,6 +239,9 @@ def test_on_a_gpu_nothing_falls_back_to_the_dense_reference_unasked(install):
     told = r"kernel for cuda, torch.float32.*; on FSDP2 set \+\S+=bf16 .*autocast\), or set .*reference"
     with pytest.raises(ValueError, match=told), advising():
         choose_kernel("auto", "cuda", torch.float32, 64)
-    with pytest.raises(ValueError, match=r"bfloat16, head dim 512 .*\); install flash-attn, or set"), advising():
+    with (
+        pytest.raises(ValueError, match=r"bfloat16, head dim 512 .*up to 256\); set .*attention=reference"),
+        advising(),
+    ):
         choose_kernel("auto", "cuda", torch.bfloat16, 512)
     assert choose_kernel("auto", "cuda", torch.bfloat16, 64, softcap=True) is flash_attn

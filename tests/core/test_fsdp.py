@@ -312,6 +312,7 @@ def test_ranks_are_told_once_that_gradients_are_not_averaged_and_how_to(ranks):
 
 
 def test_hooks_of_fsdp2_on_lm_head_leave_logits_in_chunks(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     sizes = []
@@ -323,8 +324,9 @@ def test_hooks_of_fsdp2_on_lm_head_leave_logits_in_chunks(tmp_path):
         for group in (False, True):  # verl's way, and lm_head together with the last norm
             model = build()
             head, forward = model.lm_head, model.lm_head.forward
-            fully_shard([model.model.norm, head] if group else head)
-            fully_shard(model)
+            mesh = init_device_mesh("cpu", (1,))  # else an accelerator's, and the simulator's tests make one
+            fully_shard([model.model.norm, head] if group else head, mesh=mesh)
+            fully_shard(model, mesh=mesh)
             head.forward = lambda hidden, forward=forward: (sizes.append(hidden.shape[0]), forward(hidden))[1]
             ours = run_shared(model, rollouts, "packed", logits_chunk=8)
             assert torch.allclose(torch.cat(ours), torch.cat(truth), atol=TOLERANCE)

@@ -26,7 +26,7 @@ from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.group_parts import pruned, units_of, with_rows
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.planning import make_plan
-from verl_prefix.core.trees import Hashes, cuts_at, group_trees, mix_rows
+from verl_prefix.core.trees import Hashes, cuts_at, group_trees, mix, mix_rows
 from verl_prefix.models.experts import multiplicity
 
 PIECES = dict(schedule="phased", budget=50, wave_tokens=12, nests=False)
@@ -270,6 +270,13 @@ def test_what_is_shared():
 
 
 VOCABULARY = 1 << 18
+
+
+def test_different_values_have_different_hashes():
+    """As by splitmix64, whose first number is public. torch's shift repeats the sign: so x and ~x would have one."""
+    values = torch.tensor([0, 2 * 0x61C8864680B583EB - 1 - 2**64])
+    hashes = [value % 2**64 for value in mix(values).tolist()]
+    assert hashes[0] == 0xE220A8397B1DCDAF != hashes[1]
 
 
 def test_mixed_tokens_are_equal_only_where_tokens_and_values_of_their_rows_are():

@@ -1,11 +1,12 @@
-"""Errors of core, and how messages are made."""
+"""Errors of core, to which `models.advice` adds what the user can set instead, and how messages are made."""
 
 from collections.abc import Sequence
+from typing import Literal
 
+Remedy = Literal["16 bits", "flash-attn"]
 _MANY = 8  # items that a message lists
 
 
-# `models.advice` appends to these errors which option the user can set instead.
 class CannotShare(RuntimeError):
     """A model's layers run otherwise than a shared prefix needs."""
 
@@ -18,12 +19,13 @@ class NoFastKernel(NoKernel):
     """No fast attention kernel for a GPU can run a layer's inputs. The slow `reference` can, where it is asked for.
 
     Args:
-        in_16_bits: the inputs have 16 bits. Fast kernels take no others.
+        remedy: with what a fast kernel would run the inputs: if they had 16 bits, or with the package flash-attn; None:
+            no fast kernel takes them at all.
     """
 
-    def __init__(self, message: str, in_16_bits: bool = True) -> None:
+    def __init__(self, message: str, remedy: Remedy | None = None) -> None:
         super().__init__(message)
-        self.in_16_bits = in_16_bits
+        self.remedy = remedy
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -116,13 +116,13 @@ class PackedForward:
     sequence_group: dist.ProcessGroup | None = None
 
     def phase_a(
-        self, batch: TokenBatch, packed_row: PackedRow, cache: PrefixCache, reads_strands: bool,
+        self, batch: TokenBatch, packed_row: PackedRow, cache: PrefixCache, runs_head: bool,
         outer_caches: Sequence[PrefixCache],
     ) -> torch.Tensor:  # fmt: skip
         """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
         Args:
-            reads_strands: of the `PhasedPass`: whether lm_head runs. It does where this packed row's outputs are read.
+            runs_head: whether lm_head runs: `PhasedPass.reads_strands`.
             outer_caches: caches of the phases A in which it is nested, the outermost first.
 
         Returns:
@@ -130,7 +130,7 @@ class PackedForward:
             of a pipeline, hidden states.
         """
         with self.context():
-            result = self._run(batch, packed_row, outer_caches, own_cache=cache, runs_head=reads_strands)
+            result = self._run(batch, packed_row, outer_caches, own_cache=cache, runs_head=runs_head)
             if packed_row.output_index is None or self.model.is_early_stage:
                 return result
             return cache.capture(OUTPUTS, result)[0]
@@ -173,7 +173,12 @@ class PackedForward:
         own_cache: PrefixCache | None = None, runs_head: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """Runs the model on a packed row; returns outputs [m, k] of its `head_tokens`, or what `Model.token_outputs`
-        returns in their place where lm_head does not run."""
+        returns in their place where lm_head does not run.
+
+            outputs are read here                   lm_head runs, with `of_logits`
+            on other ranks alone                    lm_head runs, with `_sum_logits`
+            on no rank (`runs_head` is False)       lm_head does not run
+        """
         device = batch.input_ids.device
         share = _Share.of(packed_row, self.sequence_group, device)
         routes = None if batch.routes is None else on_device(batch.routes[share.places], device)
@@ -184,10 +189,14 @@ class PackedForward:
             shards=share.shards, head_tokens=head_tokens, routes=routes,
         )  # fmt: skip
         of_logits = _sum_logits if packed_row.output_index is None else self.of_logits
-        of_head = functools.partial(_of_head, of_logits, places[head_tokens]) if runs_head else None
+        head_places = places[head_tokens]
+
+        def of_head(which: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            return of_logits(head_places[which], logits)
+
         result = self.model.token_outputs(
-            batch.input_ids[places], batch.position_ids[..., places], forward_context, of_head, self.logits_chunk,
-            pixels=batch.pixels.of(packed_row.groups, device, share.tokens) if batch.pixels else {},
+            batch.input_ids[places], batch.position_ids[..., places], forward_context, of_head if runs_head else None,
+            self.logits_chunk, pixels=batch.pixels.of(packed_row.groups, device, share.tokens) if batch.pixels else {},
         )  # fmt: skip
         if batch.records and not packed_row.is_dummy:
             _record(batch, forward_context)
@@ -228,11 +237,6 @@ def _record(batch: TokenBatch, forward_context: ForwardContext) -> None:
     if shards is not None:
         routes = shards.whole(routes.view(torch.uint8)).view(torch.int16)  # as bytes, since NCCL has no int16
     batch.routes[forward_context.packed_row.places] = routes.cpu()
-
-
-def _of_head(of_logits: LogitsFn, head_places: torch.Tensor, which: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """The `HeadFn` of a forward whose `head_tokens` stand at `head_places` in the batch."""
-    return of_logits(head_places[which], logits)
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -123,8 +123,8 @@ class Group:
 
     @property
     def num_suffix_tokens(self) -> int:
-        """Number of tokens after forks. In the group of a phase A these are more than nested passes compute, where
-        rows share tokens after it."""
+        """Number of tokens after forks. A phase A computes none of them. Nested passes compute fewer, if some of them
+        are strands there."""
         return sum(self.suffix_lens)
 
     @property

@@ -42,7 +42,7 @@ class RowReads(NamedTuple):
     Attributes:
         place: where the first token whose output is read stands in the batch.
         num_outputs: as many neighbouring tokens are read.
-        suffix_len: number of the row's tokens after its fork.
+        suffix_len: number of the row's tokens after its fork, which a packed row without suffixes does not compute.
         path: the row's tokens before its fork.
     """
 
@@ -66,16 +66,16 @@ def index_outputs(rows: Sequence[RowReads], source: PrefixSource, has_suffixes: 
     suffix_start = source.bounds[-1]
     places, tokens = list[Run](), list[Run]()
     for place, num_outputs, suffix_len, path in rows:
-        num_read = num_outputs
         if has_suffixes:
-            path = (*path, (suffix_start, suffix_len))
+            whole_row = (*path, (suffix_start, suffix_len))
             suffix_start += suffix_len
+            tokens += last_of(whole_row, num_outputs)
+            places.append((place, num_outputs))
         else:
             num_before_fork = max(num_outputs - suffix_len, 0)
-            num_read = min(num_before_fork, len_of(part_of(path, source.own_start)))
-            place += num_before_fork - num_read
-        tokens += last_of(path, num_read)
-        places.append((place, num_read))
+            num_own = min(num_before_fork, len_of(part_of(path, source.own_start)))
+            tokens += last_of(path, num_own)
+            places.append((place + num_before_fork - num_own, num_own))
     source_tokens, starts = ranges(tokens), torch.tensor(source.level_starts)
     if not len(source_tokens):
         return None

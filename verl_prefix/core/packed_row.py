@@ -121,7 +121,7 @@ def pack_groups(
     itself. So is a phase A of prompts of one token.
 
     Args:
-        groups: in the order of `planning.live_in_pass_order` cross calls copy no queries.
+        groups: in any order; in that of `planning.live_in_pass_order` cross calls copy no queries.
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
         phase: which forward it is for; a phase A has no suffixes.
         outer: of a nested pass, the packed row of the phase A around it; it and those around it have the outer strands

@@ -43,8 +43,8 @@ class PrefixSource:
 
     @property
     def level(self) -> int:
-        """The packed row's own level, which is the last one. As many packed rows, each with a cache, are around it: the
-        prefix cache of a level before it is `caches[level]`, wherever caches are passed, the outermost first."""
+        """The packed row's own level, which is the last one, and so the number of packed rows around it. Wherever
+        caches are passed, `caches[i]` is that of level i."""
         return len(self.level_starts) - 1
 
     @property

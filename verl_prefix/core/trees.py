@@ -167,7 +167,7 @@ class Hashes:
         lens = torch.tensor(offsets, dtype=torch.int64).diff()
         positions = torch.arange(len(tokens)) - self.starts.repeat_interleave(lens)
         values = mix(tokens) * (mix(positions) | 1)
-        self.sums = torch.nn.functional.pad((values ^ (values >> 32)).cumsum(0), (1, 0))
+        self.sums = torch.nn.functional.pad((values ^ _shifted(values, 32)).cumsum(0), (1, 0))
 
     def of(self, rows: Sequence[int], ends: Sequence[int] | int) -> torch.Tensor:
         """[n] int64: hashes of the first `end` + 1 tokens of each of n rows."""
@@ -195,9 +195,14 @@ class Hashes:
 def mix(x: torch.Tensor) -> torch.Tensor:
     """A hash of each int64 value, by the finaliser of splitmix64: different values have different hashes."""
     x = x - 0x61C8864680B583EB
-    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
-    return x ^ (x >> 31)
+    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shifts int64 values right, and zeros in from the left; torch's own shift repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix_rows(tokens: torch.Tensor, offsets: Sequence[int], values: Sequence[int]) -> torch.Tensor:

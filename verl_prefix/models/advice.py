@@ -9,11 +9,13 @@ WITHOUT_SHARING = "actor_rollout_ref.actor.prefix.schedule=stock"  # users of ve
 WHOLE_ROWS = f"set {WITHOUT_SHARING}, or without verl call the model on whole rows"
 _KERNEL = "actor_rollout_ref.actor.prefix.attention"
 _OTHER_KERNEL = f"set {_KERNEL}=auto, or without verl pass attention='auto'"
-_16_BITS = (
-    "on FSDP2 set +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16 (without verl: call inside "
-    "torch.autocast)"
-)
-_SLOW_KERNEL = f"or set {_KERNEL}=reference (without verl: pass attention='reference'), which is dense and slow"
+_REMEDIES = {
+    "16 bits": "on FSDP2 set +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16 (without verl: call "
+    "inside torch.autocast), or ",
+    "flash-attn": "install flash-attn, or ",
+    None: "",
+}
+_SLOW_KERNEL = f"set {_KERNEL}=reference (without verl: pass attention='reference'), which is dense and slow"
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def advising() -> Iterator[None]:
         error.args = (f"{error}; {WHOLE_ROWS}",)
         raise
     except NoFastKernel as error:
-        error.args = (f"{error}; {'install flash-attn' if error.in_16_bits else _16_BITS}, {_SLOW_KERNEL}",)
+        error.args = (f"{error}; {_REMEDIES[error.remedy]}{_SLOW_KERNEL}",)
         raise
     except NoKernel as error:
         error.args = (f"{error}; {_OTHER_KERNEL}",)

@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 
 from verl_prefix.core.calls import Call
-from verl_prefix.core.errors import NoFastKernel, NoKernel
+from verl_prefix.core.errors import NoFastKernel, NoKernel, Remedy
 from verl_prefix.core.kernels import aten, cpu, flash_attn, reference
-from verl_prefix.core.kernels.cuda_rules import is_deterministic
+from verl_prefix.core.kernels.cuda_rules import is_deterministic, unsupported_by_all
 from verl_prefix.core.kernels.package_advice import missing_package
 
 logger = logging.getLogger(__name__)
@@ -92,12 +92,15 @@ def _chosen(
                 return log(candidate)
         what = f"{device_type}, {dtype}, head dim {head_dim}{', softcap' if softcap else ''}"
         if device_type == "cuda":
-            reasons = "; ".join(f"{other}: {refusal(KERNELS[other])}" for other in ("flash_attn", "aten"))
-            raise NoFastKernel(f"no fast attention kernel for {what} ({reasons})", dtype.itemsize == 2)
+            reason = unsupported_by_all(device_type, dtype, head_dim)
+            takes_head_dim = unsupported_by_all(device_type, torch.bfloat16, head_dim) is None
+            remedy: Remedy | None = ("16 bits" if reason else "flash-attn") if takes_head_dim else None
+            reason = reason or "; ".join(f"{other}: {refusal(KERNELS[other])}" for other in ("flash_attn", "aten"))
+            raise NoFastKernel(f"no fast attention kernel for {what} ({reason})", remedy)
         logger.warning("prefix: no fast attention kernel for %s; the dense reference runs, which is slow", what)
         return reference
     if name not in KERNELS:
         raise NoKernel(f"attention kernel {name!r} is unknown; there are auto, {', '.join(KERNELS)}")
     if reason := refusal(KERNELS[name]):
         raise NoKernel(f"attention kernel {name!r} cannot run here: {reason}")
-    return log(KERNELS[name]) if name == "flash_attn" else KERNELS[name]  # any other name says what runs
+    return log(KERNELS[name]) if name == "flash_attn" else KERNELS[name]  # of which the log names the package
