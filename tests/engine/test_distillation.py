@@ -220,7 +220,7 @@ def _shifted(patch: pytest.MonkeyPatch) -> None:
 
     def init(self, *args):
         made(self, *args)
-        self._teacher = {name: x.roll(1, 0) for name, x in self._teacher.items()}
+        self._teacher = self._teacher._replace(rows={name: x.roll(1, 0) for name, x in self._teacher.rows.items()})
 
     patch.setattr(outputs.TokenOutputs, "__init__", init)
 
@@ -231,7 +231,7 @@ def _anothers(patch: pytest.MonkeyPatch) -> None:
 
     def init(self, *args):
         made(self, *args)
-        self._teacher = {name: x.flip(0) for name, x in self._teacher.items()}
+        self._teacher = self._teacher._replace(rows={name: x.flip(0) for name, x in self._teacher.rows.items()})
 
     patch.setattr(outputs.TokenOutputs, "__init__", init)
 

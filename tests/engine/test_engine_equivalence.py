@@ -902,6 +902,7 @@ def test_the_self_check_names_the_layer_of_the_rank_that_is_off_most(results):
 def test_an_engine_for_log_probs_alone_checks_its_first_batch(results):
     for first, second in results(_ref_checks_itself):
         assert 0 < first["prefix/verify_log_probs"][0] < 3 and 0 < first["prefix/verify_attention"][0] < 2
+        assert "prefix/verify_gradients" not in first, "ref has none"
         assert not any("verify" in name for name in second)
 
 

@@ -209,10 +209,17 @@ def opened(data, trees, option: str = "auto", was_cut: bool = False):
     from verl_prefix.engine.rows import BatchRows
     from verl_prefix.engine.travel.exchange import open_exchange
 
-    ranks = SimpleNamespace(data=dist.group.WORLD, data_rank=dist.get_rank(), data_size=dist.get_world_size())
+    ranks = SimpleNamespace(data_group=dist.group.WORLD, data_rank=dist.get_rank(), data_size=dist.get_world_size())
     backend = SimpleNamespace(ranks=ranks, shape=SHAPE)
     return open_exchange(
-        backend, BatchRows(data), Loss(None), exchange_option=option, tree_rule=trees, was_cut=was_cut, skips_dead=False
+        backend,
+        BatchRows(data),
+        Loss(None),
+        exchange_option=option,
+        tree_rule=trees,
+        was_cut=was_cut,
+        skips_dead=False,
+        metrics={},
     )
 
 
@@ -480,7 +487,7 @@ def test_the_example_of_the_readme():
     """The table in verl_prefix/engine/README.md."""
     from verl_prefix.engine.travel.moves import Moves
 
-    table = SimpleNamespace(keys=[*"abab"], ranks=[0, 0, 1, 1], starts=[0, 2, 4], has_pixels=[False] * 4)
+    table = SimpleNamespace(keys=[*"abab"], sources=[0, 0, 1, 1], starts=[0, 2, 4], has_pixels=[False] * 4)
     ranks = [SimpleNamespace(data_rank=rank, data_size=2) for rank in range(2)]
     first, second = (Moves(table, [0, 1, 0, 1], rank, False, {}) for rank in ranks)
     assert (first.kept, first.sent, first.got, first.table_rows) == ([0], [[], [1]], [[], [0]], [0, 2])
@@ -536,7 +543,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
         backend = SimpleNamespace(ranks=ranks)
         exchange = open_exchange(
             backend, BatchRows(data), Loss(None), exchange_option="auto", tree_rule=TreeRule(), was_cut=False,
-            skips_dead=False,
+            skips_dead=False, metrics={},
         )  # fmt: skip
     assert exchange.groups == groups
     pixels = [row["multi_modal_inputs"]["pixel_values"] for row in rows]
@@ -687,6 +694,19 @@ def test_a_number_per_row_is_laid_out_otherwise_than_a_jagged_row_of_numbers():
     assert layouts[0] == layouts[2] and len(set(layouts)) == 3
 
 
+def test_what_cannot_travel_is_named_by_its_type():
+    from verl_prefix.engine.travel.row_bytes import RowCodec
+
+    rows = torch.nested.as_nested_tensor([torch.arange(3)], layout=torch.jagged)
+    numbered = RowCodec({"input_ids": rows}, {"session_id": [np.int64(7)]})
+    assert numbered.unpack(numbered.pack([numbered.row(0, number=0)]))[0].others == {"session_id": 7}
+    codec = RowCodec({"input_ids": rows}, {"multi_modal_inputs": [{"second_per_grid_ts": np.ones(2)}]})
+    with pytest.raises(
+        TypeError, match="multi_modal_inputs cannot travel .*: a ndarray is neither a tensor nor JSON; set"
+    ):
+        codec.pack([codec.row(0, number=0)])
+
+
 def test_rows_of_any_length_leave_no_type_behind():
     """ctypes keeps a type per length of an array for ever: by safetensors.torch, 6 KB for each length of a row."""
     from verl_prefix.engine.travel.row_bytes import RowCodec
@@ -694,7 +714,7 @@ def test_rows_of_any_length_leave_no_type_behind():
     rows = torch.nested.as_nested_tensor([torch.arange(n) for n in range(1, 300)], layout=torch.jagged)
     batch = RowCodec({"input_ids": rows, "half": rows.to(torch.bfloat16)})
     before = len(ctypes.Array.__subclasses__())
-    found = batch.unpack(batch.pack([batch.row(i, i) for i in range(len(rows))]))
+    found = batch.unpack(batch.pack([batch.row(i, number=i) for i in range(len(rows))]))
     assert len(ctypes.Array.__subclasses__()) == before
     assert all(torch.equal(row.tensors["half"], x.to(torch.bfloat16)) for row, x in zip(found, rows, strict=True))
 

@@ -602,7 +602,7 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
     ],
 )  # fmt: skip
 def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
-    plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
+    plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "packed" if phase == "packed" else "phased")
     for options, is_advised in ((PrefixConfig(), True), (PrefixConfig(schedule="phased", offload=True), False)):
         with (
             pytest.raises(torch.OutOfMemoryError) as error,
@@ -614,6 +614,20 @@ def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
         (note,) = error.value.__notes__
         helps = "offload parameters" if phase == "wave" else "lower ppo_max_token_len_per_gpu"
         assert (advised in note) == is_advised and helps in note
+
+
+def test_out_of_memory_in_a_nested_pass_advises_what_its_phase_a_keeps():
+    plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
+    memory = Memory(checkpointed=False)
+    with (
+        pytest.raises(torch.OutOfMemoryError) as error,
+        out_of_memory_advice(plan, memory, "actor", PrefixConfig(), False),
+    ):
+        failed = torch.OutOfMemoryError("injected")
+        failed.prefix_phase = "packed"
+        raise failed
+    (note,) = error.value.__notes__
+    assert "offload=True" in note and "schedule=phased" not in note, "the group is phased already"
 
 
 RECOMPUTE = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute"

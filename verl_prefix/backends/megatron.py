@@ -240,7 +240,8 @@ class MegatronBackend(Backend):
 
     def _local_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Returns this rank's part of a gradient. With the distributed optimizer it is what lies in this rank's shard
-        of the buffer. The rest is not reduced, so that it depends on which tokens this rank computes."""
+        of the buffer. The rest is not reduced, so that it depends on which tokens this rank computes. Of a buffer of
+        100 on 4 ranks, rank 1 has [25, 50): of a gradient that lies at [40, 70) its first 10."""
         grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
         if grad is None:
             return torch.zeros_like(parameter)

@@ -29,7 +29,8 @@ class Ranks:
     """Where this rank stands among all.
 
     Attributes:
-        data: the process group of ranks that have different rows, one of each set of copies. Never None.
+        data_group: the process group of ranks that have different rows, one of each set of copies; also where this
+            rank is alone in it.
         data_rank: this rank's number in it.
         data_size: how many ranks it has.
         copies: how many ranks have the same rows: all of one sequence-, tensor-, context- and pipeline-parallel set.
@@ -41,7 +42,7 @@ class Ranks:
         writes: True on one of the copies.
     """
 
-    data: dist.ProcessGroup
+    data_group: dist.ProcessGroup
     data_rank: int
     data_size: int
     copies: int = 1

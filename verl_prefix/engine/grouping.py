@@ -139,7 +139,7 @@ def _experts_before(routes: torch.Tensor, end: int) -> torch.Tensor:
     Args:
         routes: the row's, [n, layers, k].
     """
-    names = _mix_columns(routes[:end].flatten(1))[:-1]
+    names = _hash_rows(routes[:end].flatten(1))[:-1]
     return torch.nn.functional.pad(names, (1, len(routes) - len(names) - 1))
 
 
@@ -154,7 +154,7 @@ def _with_block_ends(cuts: Sequence[int]) -> list[int]:
     return sorted({*cuts, *(cut // size * size for cut in cuts for size in CACHE_BLOCKS)})
 
 
-def _mix_columns(rows: torch.Tensor) -> torch.Tensor:
+def _hash_rows(rows: torch.Tensor) -> torch.Tensor:
     """Hashes each row of an int16 matrix [n, m]: [n] int64."""
     wide = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4)).view(torch.int64)
     return mix(mix(wide ^ mix(torch.arange(wide.shape[1]))).sum(1))

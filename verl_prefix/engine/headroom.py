@@ -20,17 +20,24 @@ _KEPT = (True, True), (True, False), (False, True), (False, False)
 
 class Headroom:
     """The memory that this rank's device has left, by which an engine decides. Without CUDA nobody knows it, and
-    everything is taken to fit."""
+    everything is taken to fit.
+
+        capacity = allocated + free + min(cached, largest added)      after an update; the least of all updates
+        room     = capacity - max(allocated + gradients to come,      before an update
+                                  allocated after the last one)
+
+    Of the allocator's cache no more counts than the largest update added: the rest may be in pieces that no pass can
+    use.
+    """
 
     def __init__(self, backend: Backend, costs: CostModel) -> None:
         self._backend, self._costs = backend, costs
         self._is_known = get_device_name() == "cuda"
         self._peak_meter = Meter()  # the last one that was to measure a peak
-        # Bytes that the process can have at the peak of an update: allocated and free bytes, after the update that left
-        # least. None: there was no update.
-        self._capacity: float | None = None
-        self._allocated_after_last = 0  # bytes that were allocated after the last update
-        self._largest_added = self._added_now = 0.0  # bytes that the largest and the present update add, by estimate
+        # In bytes; what updates add is estimated.
+        self._capacity: float | None = None  # None: there was no update
+        self._allocated_after_last = 0
+        self._largest_added = self._added_now = 0.0
 
     def fits(self, passes: Sequence[PassCost]) -> bool:
         """Whether passes of the stock path fit this rank: as an update, or as log-probs in an engine without updates.
@@ -44,8 +51,7 @@ class Headroom:
 
     @contextmanager
     def measured_update(self) -> Iterator[None]:
-        """Context of an optimizer step with its passes, after which the capacity is measured. Of the allocator's cache
-        it counts no more than the largest update added. The rest may be in pieces that no pass can use."""
+        """Context of an optimizer step with its passes, after which the capacity is measured."""
         self._added_now = 0.0
         yield
         if self._added_now and self._is_known:

@@ -86,6 +86,22 @@ def _has_verls(loss_of_mode: Callable[[str], Callable[..., Any]], mode: str) -> 
     return loss_of_mode(mode).__module__ == loss_of_mode.__module__
 
 
+def _loss_or_zero(function: LossFunction, /, **given: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Calls a loss as verl calls it; see `Loss.for_stock`. verl must see the same metrics in each micro-batch, and the
+    loss alone knows their names. So where no token counts it runs as if one did, and its values are thrown away."""
+    data, output = given.get("data"), given.get("model_output")
+    if output is None or data is None or data["response_mask"].any() or not data["response_mask"].numel():
+        return function(**given)  # verl also calls that of top-k distillation with logits, without an output
+    mask = data["response_mask"].clone()
+    (mask.values() if mask.is_nested else mask.view(-1))[0] = 1
+    data = data.copy()
+    data["response_mask"] = mask
+    with torch.no_grad():
+        _, metrics = function(**given | {"data": data})
+    neutral_metrics = {name: neutral(metric) for name, metric in metrics.items() if isinstance(metric, Metric)}
+    return 0.0 * next(iter(output.values())).values().sum(), neutral_metrics
+
+
 class PassLoss(NamedTuple):
     """What a loss function says of one pass.
 
@@ -147,24 +163,9 @@ class Loss:
         as in one of padding alone. Then the loss is 0. Each `Metric` is `neutral`, since every micro-batch must have
         the same ones; others are left out. For a micro-batch of empty responses alone it raises, as in verl's
         engine."""
-        function = self.function
-        if function is None or not self.kind.needs_a_token:
-            return function
-
-        def or_zero(**given: Any) -> Any:
-            data, output = given.get("data"), given.get("model_output")
-            if output is None or data is None or data["response_mask"].any() or not data["response_mask"].numel():
-                return function(**given)  # of top-k distillation also what is made of logits
-            mask = data["response_mask"].clone()  # one token counts: verl's loss runs, for the names of its metrics
-            (mask.values() if mask.is_nested else mask.view(-1))[0] = 1
-            data = data.copy()
-            data["response_mask"] = mask
-            with torch.no_grad():
-                _, metrics = function(**given | {"data": data})
-            nothing = {name: neutral(metric) for name, metric in metrics.items() if isinstance(metric, Metric)}
-            return 0.0 * next(iter(output.values())).values().sum(), nothing
-
-        return or_zero
+        if self.function is None or not self.kind.needs_a_token:
+            return self.function
+        return functools.partial(_loss_or_zero, self.function)
 
     def __call__(self, model_output: Mapping[str, torch.Tensor], data: TensorDict, process_group: Any) -> PassLoss:
         """Computes the loss of a pass. Where no token counts and verl's loss would raise, it is 0, without metrics.

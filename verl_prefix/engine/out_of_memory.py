@@ -50,9 +50,9 @@ def _advice(phase: str, plan: Plan, keeps: Memory, role: str, options: PrefixCon
     # What waits for a backward, as nothing does without one.
     offload = [] if forward_only or options.offload else [f"set {_PREFIX}.offload=True"]
     checkpoints = [] if forward_only or keeps.checkpointed else [f"set {_checkpointing(role, keeps)}"]
-    if phase == "packed":
-        return ", or ".join([fewer, *phased])
-    if phase == "phase_a":
+    if phase == "packed" and plan.packed:
+        return ", or ".join([fewer, *phased, *checkpoints])
+    if phase in ("packed", "phase_a"):  # a nested packed pass, during which the graph of a phase A waits
         return ", or ".join([*offload, *checkpoints, fewer])
     if phase == "phase_c":
         return ", or ".join([*checkpoints, fewer])

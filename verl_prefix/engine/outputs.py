@@ -5,7 +5,7 @@ The backend calls verl's own functions, on suffix tokens instead of rows.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -47,6 +47,34 @@ def is_unscaled(data: TensorDict) -> bool:
     return not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0
 
 
+class _Teacher(NamedTuple):
+    """The teacher's rows of suffix tokens.
+
+    Attributes:
+        rows: by names of `TEACHER`.
+        row_of_token: [N] int64, which of these rows is each token's. A token outside of suffixes has that of the
+            batch's last token.
+    """
+
+    rows: dict[str, torch.Tensor]
+    row_of_token: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: BatchRows, device: Any) -> "_Teacher":
+        """Takes the teacher's rows of a batch to the device."""
+        offsets, num_tokens = rows.offsets[:-1], rows.offsets[-1]
+        spans = zip(offsets, rows.prompt_lens, rows.response_lens, strict=True)
+        places = ranges([*((start + n - 1, length) for start, n, length in spans), (num_tokens - 1, 1)])
+        row_of_token = torch.full((num_tokens,), len(places) - 1)
+        row_of_token[places] = torch.arange(len(places))
+        values = {name: rows.data[name].values() for name in TEACHER}
+        return cls({name: x[places.to(x.device)].to(device) for name, x in values.items()}, row_of_token.to(device))
+
+    def at(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The rows of tokens `index` [n], by name."""
+        return {name: x[self.row_of_token[index]] for name, x in self.rows.items()}
+
+
 class TokenOutputs:
     """Makes outputs of a mini-batch's suffix tokens, as log-probs, and puts them into rows.
 
@@ -77,10 +105,7 @@ class TokenOutputs:
         self.tokens = self._token_batch(self._without_last_tokens(is_read) if last_tokens else is_read)
         temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=self._device).expand(len(data))
         self._token_temperature = temperature.repeat_interleave(data["input_ids"].offsets().diff().to(self._device))
-        # The teacher's rows of suffix tokens, by name, and which of these rows is each token's, [N].
-        self._teacher, self._teacher_rows = dict[str, torch.Tensor](), torch.empty(0, dtype=torch.int64)
-        if self._flags["distillation_use_topk"]:
-            self._teacher, self._teacher_rows = self._teacher_of_suffixes()
+        self._teacher = _Teacher.of(rows, self._device) if self._flags["distillation_use_topk"] else None
         self._offsets: dict[int, torch.Tensor] = {}  # [0, n] by n
         # Scratch of `scatter_to_rows`, [N]: each call writes the entries of its own rows, and reads no others.
         self._token_at = torch.empty(rows.offsets[-1], dtype=torch.int64)
@@ -115,17 +140,6 @@ class TokenOutputs:
         assert replay is not None
         return torch.zeros(self._rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
 
-    def _teacher_of_suffixes(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Takes the teacher's rows of suffix tokens to the device. Returns them, and the index of each token's row
-        among them. A token outside of suffixes has that of the batch's last token."""
-        data, offsets = self._rows.data, self._rows.offsets
-        spans = zip(offsets[:-1], self._rows.prompt_lens, self._rows.response_lens, strict=True)
-        places = ranges([*((start + n - 1, length) for start, n, length in spans), (offsets[-1] - 1, 1)])
-        teacher_rows = torch.full((offsets[-1],), len(places) - 1)
-        teacher_rows[places] = torch.arange(len(places))
-        teacher = {name: data[name].values()[places.to(data[name].device)].to(self._device) for name in TEACHER}
-        return teacher, teacher_rows.to(self._device)
-
     def recorded(self, plan: Plan) -> torch.Tensor:
         """Returns the routes that passes recorded, jagged [rows, tokens, layers, k] int16: a strand's in all rows that
         share it, and zeros for tokens that nobody computed, such as each row's last token without `last_tokens`.
@@ -154,7 +168,8 @@ class TokenOutputs:
         following = (index + 1).clamp(max=len(self.tokens.input_ids) - 1)
         # A suffix token's label is the next token of its own row, which a roll of the packed row would not give.
         values = {"input_ids": self.tokens.input_ids[following]}
-        values |= {name: x[self._teacher_rows[index]] for name, x in self._teacher.items()}
+        if self._teacher is not None:
+            values |= self._teacher.at(index)
         # One object of offsets per n, since a jagged tensor that checkpointing makes again is equal only if its offsets
         # are the same.
         if len(index) not in self._offsets:

@@ -77,12 +77,16 @@ def micro_batch_of(loss: Loss, data: TensorDict, numbers: Sequence[int]) -> Tens
 
 
 class PassResults:
-    """Results of a mini-batch's passes, which the runner hands to `step`.
+    """Results of a mini-batch's passes, which the runner hands to `step`. Every rank must report metrics of the loss.
+
+        rows of a pass            rows that the loss gets      its metrics are reported
+        with hidden padding       all others                   yes
+        hidden padding alone      all                          if this rank has no others
+        no token that counts      none: the loss is 0          there are none (`Loss.__call__`)
 
     Args:
         rows: the mini-batch's, on this rank.
-        hides_padding: the loss gets no rows of padding, since its metrics are means over rows (verl#7771). In a pass of
-            padding alone it gets them, so that every rank has metrics. They are dropped if the rank has others.
+        hides_padding: rows of padding are hidden from the loss, whose metrics are means over rows (verl#7771).
         last_tokens: see `TokenOutputs`.
 
     Attributes:
@@ -110,7 +114,7 @@ class PassResults:
             outputs: [outputs that are read, k].
         """
         rows = self._rows_of(packed_row, outputs)
-        pass_loss = self._loss(rows.output_for_loss, rows.for_loss, self._backend.ranks.data)
+        pass_loss = self._loss(rows.output_for_loss, rows.for_loss, self._backend.ranks.data_group)
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
         values = [pass_loss.loss.detach(), outputs, *self._loss.floats(rows.for_loss).values()]
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
@@ -157,7 +161,7 @@ class PassResults:
         else:
             output, num_not_finite = {"model_output": None if self._returns_outputs else {}, "metrics": {}}, 0
         if self._loss.kind.needs_a_token:
-            add_missing_sums(output["metrics"], ranks.data)
+            add_missing_sums(output["metrics"], ranks.data_group)
         if output["model_output"] and self.token_outputs.tokens.records:
             output["model_output"][ROUTES] = self.token_outputs.recorded(plan)
         return output, num_not_finite
@@ -178,7 +182,7 @@ class PassResults:
             rows = self._rows_of(nothing, self.token_outputs.empty())
             pass_loss = PassLoss(torch.zeros(()), None)
             if is_alone or self._loss.function is None:
-                pass_loss = self._loss(rows.output_for_loss, rows.for_loss, self._backend.ranks.data)
+                pass_loss = self._loss(rows.output_for_loss, rows.for_loss, self._backend.ranks.data_group)
         self._keep(rows, pass_loss, torch.tensor(True))
 
     def _joined(self, plan: Plan) -> tuple[dict[str, Any], int]:

@@ -56,14 +56,12 @@ class MiniBatch:
         loss: of these rows.
         forward_only: without gradients.
         metrics: what was counted so far, by the names of `metric_table`.
-        exchange: of its rows, which has metrics of its own; None: there was none yet.
     """
 
     given: BatchRows
     loss: Loss
     forward_only: bool
     metrics: dict[str, float] = field(default_factory=dict)
-    exchange: Exchange | None = None
 
 
 class PrefixEngine:
@@ -178,9 +176,7 @@ class PrefixEngine:
 
     def _report(self, output: dict[str, Any], mini_batch: MiniBatch) -> dict[str, Any]:
         """Returns verl's output of a mini-batch with our metrics in it."""
-        exchange_metrics = mini_batch.exchange.metrics if mini_batch.exchange else {}
-        metrics = mini_batch.metrics | exchange_metrics
-        reported = self._step_metrics.report(metrics, mini_batch.given, mini_batch.forward_only)
+        reported = self._step_metrics.report(mini_batch.metrics, mini_batch.given, mini_batch.forward_only)
         output.setdefault("metrics", {}).update(reported)
         return output
 
@@ -192,9 +188,9 @@ class PrefixEngine:
         skips_dead = self.prefix_config.skip_zero_advantage and not mini_batch.forward_only
         exchange = open_exchange(
             self.backend, rows, mini_batch.loss, exchange_option=self.prefix_config.exchange, tree_rule=self.tree_rule,
-            was_cut=self._was_cut, skips_dead=skips_dead,
+            was_cut=self._was_cut, skips_dead=skips_dead, metrics=mini_batch.metrics,
         )  # fmt: skip
-        self._was_cut, mini_batch.exchange = exchange.is_cut, exchange
+        self._was_cut = exchange.is_cut
         mini_batch.metrics |= self._step_metrics.count_rows(exchange, self.tree_rule, mini_batch.forward_only)
         return exchange
 
@@ -209,7 +205,7 @@ class PrefixEngine:
         """Returns the rows with what verl's forward_backward_batch adds to a batch for the loss."""
         data, ranks = rows.data.copy(), self.backend.ranks
         batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
-        torch.distributed.all_reduce(batch_num_tokens, group=ranks.data)
+        torch.distributed.all_reduce(batch_num_tokens, group=ranks.data_group)
         tu.assign_non_tensor(data, batch_num_tokens=batch_num_tokens.item(), dp_size=ranks.data_size)
         return rows.with_data(data)
 

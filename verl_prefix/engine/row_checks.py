@@ -31,7 +31,8 @@ def check_positions(rows: BatchRows, row_begins: str) -> None:
         is_wrong = (positions == 0) != (place == 0)
     elif row_begins == "jumps":
         is_wrong = (positions.diff(prepend=positions[:1]) != 1) & (place != 0)
-        last_positions = positions[lens.cumsum(0) - 1]  # of rows, any of which may stand before any other in a pack
+        # Rows 0 1 2 and 3 4 would be one row of five, if one stood before the other in a pack, as any two may.
+        last_positions = positions[lens.cumsum(0) - 1]
         is_wrong |= torch.isin(positions - 1, last_positions) & (place == 0)
     else:
         is_wrong = positions != place

@@ -32,7 +32,8 @@ class Agreement:
 
     def __init__(self, maxima: Sequence[str], same: Sequence[str]) -> None:
         self._maxima = dict.fromkeys(maxima, 0)
-        # A digest d and -d: max(d) == -max(-d) over ranks if and only if all ranks have the same digest.
+        # A digest d and -d: max(d) == -max(-d) over ranks if and only if all ranks have the same digest. A rank that
+        # tells none sends 0 and -2**48, which lose against any other.
         self._digests = dict.fromkeys(same, (0, -_NO_DIGEST))
 
     def maximum(self, name: str, value: int) -> None:

@@ -162,4 +162,4 @@ class Comparison:
         compared = [figure for figure in of_parts if figure is not None]
         worst = max([Figure(0.0, MAX_GRADIENTS, ""), *compared], key=lambda figure: figure.ratio)
         not_finite = [name for name, figure in zip(names, figures, strict=True) if figure is None]
-        return Verdict(outputs, None, None, worst if compared or not of_parts else None, not_finite)
+        return Verdict(outputs, None, None, worst if compared else None, not_finite)

@@ -125,7 +125,9 @@ class Verification:
         return misses
 
     def _metrics(self, verdict: Verdict) -> dict[str, float]:
-        figures = {self._compared: verdict.outputs, "attention": verdict.attention, "gradients": verdict.gradients}
+        figures = {self._compared: verdict.outputs, "attention": verdict.attention}
+        if self._backend.trains:
+            figures["gradients"] = verdict.gradients
         if self._backend.shape.recurrent_layers:
             figures["recurrence"] = verdict.recurrence
         return {f"prefix/verify_{name}": figure.ratio for name, figure in figures.items() if figure is not None}
@@ -136,7 +138,7 @@ class Verification:
         with together("checking rows that are left out", maxima=("has_gradient",)) as agreed:
             in_passes = {number for planned in plan.passes for group in planned.groups for number in group.rows}
             idle = [number for number in range(len(rows)) if number not in in_passes]
-            agreed.maximum("has_gradient", dead_rows.has_gradient(loss, rows, idle, self._backend.ranks.data))
+            agreed.maximum("has_gradient", dead_rows.has_gradient(loss, rows, idle, self._backend.ranks.data_group))
         return agreed["has_gradient"] > 0
 
     def _miss(self, why: str) -> None:

@@ -51,7 +51,8 @@ class SharingAdvice:
         elif self._is_first_step and totals["prefix/groups"]:  # on the stock path no prompt is shared anyway
             self._is_first_step = False
             self._tell_of_split_prompts(totals)
-        self._tell_of_trees(**{name: totals[metric] for name, metric in TREE_TOKENS.items()})
+        if totals[TREE_TOKENS["stock"]]:  # of the first batch, the only one that is counted
+            self._tell_of_trees(**{name: totals[metric] for name, metric in TREE_TOKENS.items()})
 
     def _tell_of_split_prompts(self, totals: Mapping[str, float]) -> None:
         """Says of the first step that shares how many prompts the trainer put into several mini-batches, unless that
@@ -89,7 +90,7 @@ class SharingAdvice:
     def _tell_of_trees(self, stock: float, off: float, uid: float, batch: float) -> None:
         """Says of the first batch what each value of prefix.trees computes, where rows are turns or prompts begin
         alike. Under `off` a session's rows lie on several ranks. Under the others they would lie on one, and might
-        share more: then the numbers are upper bounds. Later batches are not counted: all numbers are 0."""
+        share more: then the numbers are upper bounds."""
         if torch.distributed.get_rank():
             return
         is_scattered = self._options.trees == "off" and self._ranks.data_size > 1
@@ -100,7 +101,7 @@ class SharingAdvice:
                 "batch %s%d; %s is on",
                 stock, off, most, uid, most, batch, self._options.trees,
             )  # fmt: skip
-        elif self._options.trees != "batch" and 0 < batch < (1 - _WORTH_TELLING) * off:
+        elif self._options.trees != "batch" and batch < (1 - _WORTH_TELLING) * off:
             logger.warning(
                 "prefix: prompts begin alike: of %d tokens %d are computed, and with prefix.trees=batch %d",
                 stock, off, batch,

@@ -4,8 +4,8 @@
     rank 1: a1 b1 c1 d1      b0 b1 c0 c1      changes neither sums over ranks nor what the row gives back
 
 Each way takes a fixed number of collectives, all of tensors. Rows and tables go through the group of ranks that have
-different rows (`Ranks.data`). After each piece of work `together` asks all ranks of the job, copies too, whether it
-went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only sending tables and
+different rows (`Ranks.data_group`). After each piece of work `together` asks all ranks of the job, copies too, whether
+it went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only sending tables and
 rows, and making buffers for tables, is outside of that.
 """
 
@@ -53,7 +53,7 @@ class Exchange:
         is_cut: whether rows were cut at the ends of messages (`group_rows`).
         uids: `uid_hashes` of the rows of all ranks, or of this rank alone where ranks exchange none. Padding's is left
             out.
-        metrics: prefix/* and timing_s/* of this rank. `give_back` adds the seconds that it took.
+        metrics: of the mini-batch, to which `give_back` adds the seconds that it took.
         moves: by which rows have travelled; None: no row of any rank has.
     """
 
@@ -79,7 +79,7 @@ class Exchange:
 
 def open_exchange(
     backend: Backend, given: BatchRows, loss: Loss, *, exchange_option: str, tree_rule: TreeRule, was_cut: bool,
-    skips_dead: bool,
+    skips_dead: bool, metrics: dict[str, float],
 ) -> Exchange:  # fmt: skip
     """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`,
     unless the batch takes the stock path after all.
@@ -90,6 +90,7 @@ def open_exchange(
         tree_rule: what rows share besides whole prompts.
         was_cut: as in `TreeRule.cuts_rows`: `is_cut` of the exchange before.
         skips_dead: dead rows are found (`dead_rows`), and cost nothing where rows are placed.
+        metrics: gets prefix/* and timing_s/* of this rank, here and in `give_back`.
 
     Raises:
         RankError: another rank failed, here or in `give_back`, or ranks do not agree.
@@ -98,12 +99,11 @@ def open_exchange(
         with together("finding rows without gradient"):
             given = given.with_dead(dead_rows.find_dead(loss, given))
     if not _rows_may_travel(backend.ranks, exchange_option, loss):
-        return _keep_rows(given, tree_rule, was_cut)
-    metrics: dict[str, float] = {}
+        return _keep_rows(given, tree_rule, was_cut, metrics)
     with _timed(metrics):
         moves = decide_moves(given, backend.ranks, backend.shape, tree_rule, was_cut)
         computed, sent_mib = _send_rows(given, moves) if moves.any_travels else (given, 0.0)
-    metrics |= moves.metrics | {"prefix/exchanged_mib": sent_mib}
+    metrics.update(moves.metrics, **{"prefix/exchanged_mib": sent_mib})
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
         groups = group_rows(computed, tree_rule, moves.is_cut)
@@ -111,14 +111,14 @@ def open_exchange(
     return Exchange(computed, groups, moves.is_cut, uids, metrics, moves if moves.any_travels else None)
 
 
-def _keep_rows(given: BatchRows, tree_rule: TreeRule, was_cut: bool) -> Exchange:
+def _keep_rows(given: BatchRows, tree_rule: TreeRule, was_cut: bool, metrics: dict[str, float]) -> Exchange:
     """Groups the rows where they are: ranks exchange nothing in this mini-batch."""
     with together("grouping rows"):
         given = given.with_data(receive_pixels(given.data))
         share_pixels(given.pixels)
         is_cut = tree_rule.cuts_rows(given.uids, given.keys, was_cut)
         groups = group_rows(given, tree_rule, is_cut)
-    return Exchange(given, groups, is_cut, {*uid_hashes(given)} - {PADDING}, {})
+    return Exchange(given, groups, is_cut, {*uid_hashes(given)} - {PADDING}, metrics)
 
 
 def _rows_may_travel(ranks: Ranks, option: str, loss: Loss) -> bool:
@@ -156,7 +156,7 @@ def _send_rows(given: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
         ]
     received = _swap(parcels, moves.ranks)
     with together("receiving rows"):
-        rows = [codec.row(number, number) for number in moves.kept]
+        rows = [codec.row(number, number=number) for number in moves.kept]
         rows += _unpacked(codec, received, moves.got, "its rows")
         keys = [moves.table.keys[table_row] for table_row in moves.table_rows]
         if PIXEL_INPUTS in codec.others:
@@ -172,7 +172,7 @@ def _send_rows(given: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
 
 def _row_to_send(codec: RowCodec, number: int, home: int, moves: Moves) -> TravellingRow:
     """Takes out a row as it travels to `home`."""
-    row = codec.row(number, number)
+    row = codec.row(number, number=number)
     return without_pixels(row) if moves.finds_pixels(number, home) else row
 
 
@@ -185,8 +185,11 @@ def _return_outputs(outputs: Outputs | None, moves: Moves) -> dict[str, torch.Te
         parcels = [codec.pack([])] * len(moves.got)
         if outputs is not None:
             _check_lens(outputs, [table.lens[table_row] for table_row in moves.table_rows])
-            arrived = itertools.count(len(moves.kept))  # numbers of the rows that arrived, among those computed here
-            parcels = [codec.pack([codec.row(next(arrived), number) for number in numbers]) for numbers in moves.got]
+            arrived = itertools.count(len(moves.kept))  # indices of the rows that arrived, among those computed here
+            parcels = []
+            for numbers in moves.got:
+                rows = [codec.row(next(arrived), number=number) for number in numbers]
+                parcels.append(codec.pack(rows))
             agreed.same("format", codec.format)
     if not agreed.is_same("format"):
         raise RankError(f"ranks computed different outputs; this one has {codec.format}")
@@ -194,7 +197,7 @@ def _return_outputs(outputs: Outputs | None, moves: Moves) -> dict[str, torch.Te
     with together("receiving outputs"):
         if outputs is None:
             return {}
-        rows = [codec.row(computed, number) for computed, number in enumerate(moves.kept)]
+        rows = [codec.row(computed, number=number) for computed, number in enumerate(moves.kept)]
         rows += _unpacked(codec, received, moves.sent, "outputs of rows")
         returned = codec.join(sorted(rows, key=lambda row: row.number))
         _check_lens(returned, table.lens[table.starts[rank] : table.starts[rank + 1]])
@@ -206,12 +209,12 @@ def _swap(parcels: Sequence[torch.Tensor], ranks: Ranks) -> Sequence[torch.Tenso
     device = get_device_id()
     sizes = torch.tensor([len(parcel) for parcel in parcels], device=device)
     received_sizes = torch.empty_like(sizes)
-    dist.all_to_all_single(received_sizes, sizes, group=ranks.data)
+    dist.all_to_all_single(received_sizes, sizes, group=ranks.data_group)
     sent, got = sizes.tolist(), received_sizes.tolist()
     with together("making room for rows"):
         received = torch.empty(sum(got), dtype=torch.uint8, device=device)
         parcel = torch.cat(list(parcels)).to(device)
-    dist.all_to_all_single(received, parcel, got, sent, group=ranks.data)
+    dist.all_to_all_single(received, parcel, got, sent, group=ranks.data_group)
     return received.cpu().split(got)
 
 

@@ -14,7 +14,7 @@ from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import RankError, together
 from verl_prefix.engine.travel.row_bytes import RowCodec
-from verl_prefix.engine.travel.row_table import RowTable, describe
+from verl_prefix.engine.travel.row_table import PADDING, RowTable, describe
 from verl_prefix.engine.travel.session_pieces import describe_pieces
 from verl_prefix.models.vision import share_pixels
 from verl_prefix.versions import warn_once
@@ -46,12 +46,12 @@ class Moves:
         self, table: RowTable, homes: Sequence[int], ranks: Ranks, is_cut: bool, placement_metrics: Mapping[str, float]
     ) -> None:
         self.table, self.ranks, self.is_cut = table, ranks, is_cut
-        self.any_travels = homes != table.ranks
+        self.any_travels = homes != table.sources
         rank = ranks.data_rank
         self.kept: list[int] = []
         self.sent: list[list[int]] = [[] for _ in range(ranks.data_size)]
         self.got: list[list[int]] = [[] for _ in range(ranks.data_size)]
-        for table_row, (source, home) in enumerate(zip(table.ranks, homes, strict=True)):
+        for table_row, (source, home) in enumerate(zip(table.sources, homes, strict=True)):
             number = table_row - table.starts[source]
             if source == home == rank:
                 self.kept.append(number)
@@ -63,7 +63,7 @@ class Moves:
         for source, numbers in enumerate(self.got):
             self.table_rows += [table.starts[source] + number for number in numbers]
         # The keys of rows that stay where they are and have pixels, each with its rank.
-        rows = zip(table.keys, table.ranks, homes, table.has_pixels, strict=True)
+        rows = zip(table.keys, table.sources, homes, table.has_pixels, strict=True)
         self._holders = {(key, home) for key, source, home, has_pixels in rows if has_pixels and home == source}
         self.metrics = {**placement_metrics, "prefix/exchanged_rows": sum(map(len, self.sent))}
 
@@ -97,12 +97,16 @@ def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: T
     with together("placing rows", same=("homes",)) as placed:
         placement = _place(table, pieces, can_travel, ranks.data_size)
         placed.same("homes", placement.ranks)
+        homes = placement.ranks
+        # verl's rows of padding have one prompt, which nobody splits.
+        homes_of_padding = {home for uid, home in zip(table.uids, homes, strict=True) if uid == PADDING}
+        split_groups = placement.split_groups - (len(homes_of_padding) > 1)
         metrics = {
             "prefix/placement_imbalance": placement.imbalance,
-            "prefix/split_groups": 0 if can_travel else placement.split_groups,
-            "prefix/cost_split_groups": placement.split_groups if can_travel else 0,
+            "prefix/split_groups": 0 if can_travel else split_groups,
+            "prefix/cost_split_groups": split_groups if can_travel else 0,
         }
-        moves = Moves(table, placement.ranks, ranks, is_cut, metrics)
+        moves = Moves(table, homes, ranks, is_cut, metrics)
     if not placed.is_same("homes"):
         raise RankError(
             "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
@@ -127,7 +131,7 @@ def _gather(table: torch.Tensor, most: int, ranks: Ranks) -> list[torch.Tensor]:
     padded[1 : len(table) + 1] = table
     device = get_device_id()
     tables = torch.empty(ranks.data_size, *padded.shape, dtype=torch.int64, device=device)
-    dist.all_gather(list(tables), padded.to(device), group=ranks.data)
+    dist.all_gather(list(tables), padded.to(device), group=ranks.data_group)
     return [gathered[1 : gathered[0, 0] + 1] for gathered in tables.cpu()]
 
 

@@ -63,7 +63,7 @@ class RowCodec:
     def _rows(self) -> dict[str, Sequence[torch.Tensor]]:
         return {name: x.detach().cpu().unbind() for name, x in self._tensors.items()}
 
-    def row(self, index: int, number: int) -> TravellingRow:
+    def row(self, index: int, *, number: int) -> TravellingRow:
         """Takes out the row that is `index`-th here; `number` is that of the `TravellingRow`."""
         tensors = {name: rows[index] for name, rows in self._rows.items()}
         return TravellingRow(number, tensors, {name: values[index] for name, values in self.others.items()})
@@ -89,7 +89,7 @@ class RowCodec:
             no_tensors = {name: x for name, x in visual.items() if name not in pixels}
             heads.append([row.number, row.others | {PIXEL_INPUTS: no_tensors} if visual else row.others])
         try:
-            heads_json = json.dumps(heads, default=np.generic.item)  # trainers may number sessions by numpy
+            heads_json = json.dumps(heads, default=_plain_number)
             arrays["heads"] = np.frombuffer(heads_json.encode(), dtype=np.uint8)
         except TypeError as error:
             stay = "set actor_rollout_ref.actor.prefix.exchange=off, and rows stay"
@@ -112,6 +112,13 @@ class RowCodec:
     def join(self, rows: Sequence[TravellingRow]) -> dict[str, torch.Tensor]:
         """Returns the tensors of a batch of these rows, by name."""
         return {name: _join([row.tensors[name] for row in rows], x) for name, x in self._tensors.items()}
+
+
+def _plain_number(x: object) -> object:
+    """Turns a number of numpy, by which trainers may number sessions, into Python's."""
+    if isinstance(x, np.generic):
+        return x.item()
+    raise TypeError(f"a {type(x).__name__} is neither a tensor nor JSON")
 
 
 def _array(x: torch.Tensor) -> np.ndarray:

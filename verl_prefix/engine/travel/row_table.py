@@ -72,7 +72,7 @@ class RowTable:
         tables: of each rank as `describe` makes them.
 
     Attributes:
-        ranks: the rank that has each row.
+        sources: the rank that has each row.
         starts: the first table row of each rank, and the end.
         prefix_costs: of each row, with its pixels.
     """
@@ -88,16 +88,16 @@ class RowTable:
         self.lens: list[int] = rows["length"].tolist()
         self.uids: list[int] = rows["uid"].tolist()
         self.sessions: list[int] = rows["session"].tolist()
-        self.ranks = [rank for rank, table in enumerate(tables) for _ in range(len(table))]
+        self.sources = [rank for rank, table in enumerate(tables) for _ in range(len(table))]
         self.starts = list(itertools.accumulate(map(len, tables), initial=0))
 
     def as_it_is(self, num_ranks: int) -> Placement:
         """Places every row on the rank that has it."""
-        return placed_on(self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks)
+        return placed_on(self.keys, self.prefix_costs, self.suffix_costs, self.sources, num_ranks)
 
     def by_group(self, num_ranks: int) -> Placement:
         """Places each group on one rank, as `place_rows` does."""
-        return place_rows(self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks, self.has_pixels)
+        return place_rows(self.keys, self.prefix_costs, self.suffix_costs, self.sources, num_ranks, self.has_pixels)
 
     def by_session(self, num_ranks: int, pieces: Sequence[torch.Tensor]) -> Placement:
         """Places each uid on one rank, or its sessions on several where balance needs it. All rows of a session are on
@@ -112,7 +112,7 @@ class RowTable:
         """
         sessions = list(rows_by_key(self.uids if any(self.has_pixels) else self.sessions).values())
         uid_of_session = [self.uids[table_rows[0]] for table_rows in sessions]
-        rank_of_session = [self.ranks[table_rows[0]] for table_rows in sessions]
+        rank_of_session = [self.sources[table_rows[0]] for table_rows in sessions]
         # Numbers of a rank's rows become table rows.
         pieces = [table + torch.tensor([start, 0, 0]) for start, table in zip(self.starts[:-1], pieces, strict=True)]
         trunk_costs, branch_costs = costs_of_sessions(sessions, uid_of_session, torch.cat(pieces), self.pixel_costs)
@@ -120,6 +120,6 @@ class RowTable:
         home_of = {table_row: home for home, rows in zip(placement.ranks, sessions, strict=True) for table_row in rows}
         homes = [home_of[table_row] for table_row in range(len(self.keys))]
         visual = {table_row for table_row, has in enumerate(self.has_pixels) if has}
-        fill_empty_ranks(homes, self.ranks, self.suffix_costs, num_ranks, visual, self.has_pixels)
+        fill_empty_ranks(homes, self.sources, self.suffix_costs, num_ranks, visual, self.has_pixels)
         num_homes = Counter(uid for uid, _ in {*zip(self.uids, homes, strict=True)})
         return replace(placement, ranks=homes, split_groups=sum(n > 1 for n in num_homes.values()))

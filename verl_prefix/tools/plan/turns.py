@@ -69,7 +69,7 @@ class TokenStep(Step):
     ) -> list[list[Group]]:
         """As the engine's exchange and `grouping.group_rows` make them; nothing is `dead`."""
         step, every = RowTable([self.table]), RowTable([self.table[rank] for rank in ranks])
-        tree_rule, homes = TreeRule(self.over, frozenset({END})), every.ranks
+        tree_rule, homes = TreeRule(self.over, frozenset({END})), every.sources
         is_cut = tree_rule.cuts_rows(step.uids, step.keys)
         if exchange and len(ranks) > 1 and is_cut:
             pieces = [describe_pieces(self.batch.select(rank), self.shape, tree_rule) for rank in ranks]
