@@ -177,7 +177,7 @@ class MegatronBackend(Backend):
         return runner_type(forward, step, backward, offload=offload, meter=meter, module=self._module)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        """Runs a backward without a pipeline, whose backwards mcore's own schedule runs and scales likewise."""
+        """Scales a loss and runs its backward, where there is no pipeline. In one mcore's schedule does both."""
         scale = unwrapped(self._module).config.grad_scale_func
         (loss if scale is None else scale(loss)).backward()
 

@@ -1,6 +1,6 @@
 """Runs a plan on the stages of a Megatron pipeline.
 
-    packed   micro-batches of the first round's 1F1B, mcore's own, before its waves
+    packed   the first micro-batches of the first round, before its waves, by mcore's 1F1B
     phased   in rounds (`Plan.rounds`): phases A, from stage to stage; one 1F1B, whose micro-batches are their waves;
              phases C, back
 

@@ -114,8 +114,8 @@ class Replay(NamedTuple):
 
 
 class VerlEngine(Protocol):
-    """What every backend uses of its engine: verl's, with `PrefixEngine` left of it. Backends extend it by what their
-    engines of verl have.
+    """What every backend uses of its engine: the class of verl's engine, with `PrefixEngine` before it among its bases.
+    Backends extend it by what their engines of verl have.
 
     Attributes:
         module: the model, as verl wraps it. It is there once verl's engine is initialized.

@@ -23,9 +23,10 @@ def find_dead(loss: Loss, rows: BatchRows) -> frozenset[int]:
     Raises:
         ValueError: rows without advantage have a gradient in this loss.
     """
-    why = "a loss that is not verl's own of policies; use verl's"
     if isinstance(loss.function, functools.partial) and loss.kind.is_verls and not loss.kind.distills:
         why = gradient_without_advantage(loss.function.keywords["config"])
+    else:
+        why = "a loss that is not verl's own of policies; use verl's"
     if why:
         raise ValueError(
             f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that have a gradient under {why}, or set "

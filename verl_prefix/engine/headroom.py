@@ -72,8 +72,8 @@ class Headroom:
 
     def choose_memory(self, plan: Plan, keep_attention: str, logits_once: bool) -> Memory:
         """Decides what this update keeps, the same on every rank: the most of `_KEPT` that all ranks may keep and have
-        room for. Every rank calls it, also one that may keep nothing, since ranks may differ in that: `logits_once`
-        follows from packages and environment variables of a node.
+        room for. Every rank calls it, even if it may keep nothing: nodes may differ in packages and environment
+        variables, and so in `logits_once`.
 
         Args:
             plan: this rank's.

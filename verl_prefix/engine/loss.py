@@ -55,7 +55,7 @@ def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind
     if function is None:
         return LossKind({"temperature"})
     distills = getattr(function, "func", None) is distillation_ppo_loss
-    unknown = LossKind(fields, distills=distills, needs_a_token=distills)
+    unknown = LossKind(fields, distills=distills, needs_a_token=distills)  # of a function that is not verl's own
     if not isinstance(function, functools.partial) or "config" not in function.keywords:
         return unknown
     if function.func is value_loss:  # of every token by itself, summed by agg_loss
@@ -87,11 +87,14 @@ def _has_verls(loss_of_mode: Callable[[str], Callable[..., Any]], mode: str) -> 
 
 
 def _loss_or_zero(function: LossFunction, /, **given: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Calls a loss as verl calls it; see `Loss.for_stock`. verl must see the same metrics in each micro-batch, and the
-    loss alone knows their names. So where no token counts it runs as if one did, and its values are thrown away."""
+    """Calls a loss as verl calls it; see `Loss.for_stock`. verl joins micro-batches by each `Metric` of their losses,
+    and the loss alone knows which it has. So where no token counts it runs as if one did, and its values are thrown
+    away. Metrics that are floats are left out."""
     data, output = given.get("data"), given.get("model_output")
-    if output is None or data is None or data["response_mask"].any() or not data["response_mask"].numel():
-        return function(**given)  # verl also calls that of top-k distillation with logits, without an output
+    if output is None or data is None:  # verl also calls the loss of top-k distillation with logits
+        return function(**given)
+    if data["response_mask"].any() or not data["response_mask"].numel():  # of empty responses alone verl's raises
+        return function(**given)
     mask = data["response_mask"].clone()
     (mask.values() if mask.is_nested else mask.view(-1))[0] = 1
     data = data.copy()
@@ -152,17 +155,15 @@ class Loss:
     def needs_masked_outputs(self, data: TensorDict) -> bool:
         """Whether somebody reads outputs of tokens whose response_mask is 0. Nobody does if the loss is verl's own of
         policies, the batch has response_mask and old_log_probs, and all that the loss reads is finite. Where something
-        is not finite, masked tokens count: on the stock path a masked NaN spoils the update, and ours must not hide it.
-        A critic's head is cheap, and computes all tokens."""
+        is not finite, masked tokens are computed, too: on the stock path a masked NaN spoils the update, and ours must
+        not hide it. So are a critic's, whose head is cheap."""
         if not self.kind.is_verls or self.kind.of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
     def for_stock(self) -> LossFunction | None:
         """Returns the function as the stock path calls it. verl's would raise where no token of a micro-batch counts,
-        as in one of padding alone. Then the loss is 0. Each `Metric` is `neutral`, since every micro-batch must have
-        the same ones; others are left out. For a micro-batch of empty responses alone it raises, as in verl's
-        engine."""
+        as in one of padding alone. There the returned one gives 0 and `neutral` metrics."""
         if self.function is None or not self.kind.needs_a_token:
             return self.function
         return functools.partial(_loss_or_zero, self.function)

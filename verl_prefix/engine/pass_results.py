@@ -217,8 +217,8 @@ class PassResults:
             if bad := [f"{row} (uid {uids[row]})" for row, bad in zip(result.numbers, is_bad, strict=True) if bad]:
                 problems.append(f"{name} of rows {listed(bad)}")
         logger.error(
-            "not finite in %s: loss %s; %s. %s; later passes of this mini-batch are counted in "
-            "prefix/nonfinite_passes and not logged",
+            "not finite in %s: loss %s; %s. %s; rows are numbered as this rank computes them, and later passes of this "
+            "mini-batch are counted in prefix/nonfinite_passes and not logged",
             result.where,
             result.loss.item(),
             "; ".join(problems) or "all that it was made of is finite",

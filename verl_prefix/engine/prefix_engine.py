@@ -2,8 +2,8 @@
 
 verl hands the engine a rank's whole mini-batch. The stock path cuts it into micro-batches of rows. Ours groups the
 rows, plans passes over groups (`core.planning`), runs them (`core.runner`) and computes log-probs, entropy and loss
-of each pass with verl's own functions, on those tokens alone whose outputs rows read. README.md has the steps in their
-order. What differs from engine to engine of verl is its backend's.
+of each pass with verl's own functions, for those tokens alone whose output some row reads. README.md has the steps in
+their order. A backend holds what differs between verl's engines.
 """
 
 import logging
@@ -81,7 +81,9 @@ class PrefixEngine:
     # From `initialize` on:
     _planner: Planner | None = None  # with prefix.schedule=stock it stays None
     tree_rule = TreeRule()  # what rows share
-    _was_cut = False  # whether rows of an earlier batch were cut by `tree_rule`
+    # Whether rows of an earlier batch were cut by `tree_rule`. Then all later ones are, even those with one turn of a
+    # prompt, so that log-probs and updates share alike.
+    _was_cut = False
 
     _computes_ref = False  # by the actor without its adapters
 
@@ -103,7 +105,7 @@ class PrefixEngine:
         # On one stage of a pipeline alone a model may have what cannot be shared.
         with together("checking the model", same=("stock facts",)) as agreed:
             facts = self.backend.stock_facts
-            agreed.same("stock facts", facts)
+            agreed.tell_same("stock facts", facts)
             if shares:
                 self.backend.check_model()
             if shares and self.prefix_config.skip_zero_advantage and self.backend.counts_last_tokens:
@@ -225,25 +227,33 @@ class PrefixEngine:
         # Routers count a row's last token in updates, which replay the routes that log-probs record (R2).
         last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
         results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
+        if last_tokens:
+            plan = plan.with_last_tokens()
         runner = self.backend.new_runner(
             results.token_outputs.of_logits, results.step, forward_only, offload=self.prefix_config.offload,
             meter=path.meter, kernel=self.prefix_config.attention, keep_attention=path.memory.attention_kept,
             logits_chunk=path.memory.chunk, context_type=context_type,
         )  # fmt: skip
-        with torch.no_grad() if forward_only else nullcontext():
-            try:
-                runner.run(results.token_outputs.tokens, plan.with_last_tokens() if last_tokens else plan)
-            except torch.OutOfMemoryError:  # a search would need memory, too
-                raise
-            except RuntimeError:  # as of mcore, which looks for NaN in gradients and knows no rows
-                with suppress(RuntimeError):  # after an error of the device the search may fail as well
-                    results.report_not_finite()
-                raise
+        with torch.no_grad() if forward_only else nullcontext(), self._reporting_not_finite(results):
+            runner.run(results.token_outputs.tokens, plan)
         output, num_not_finite = results.finish(plan)
         metrics = plan_metrics(rows, groups, plan, runner, loss) | self.backend.model_metrics(runner)
         if self.prefix_config.skip_zero_advantage and not forward_only:
             metrics["prefix/zero_advantage_rows"] = num_dead(rows, plan)
         return output, metrics | {"prefix/nonfinite_passes": num_not_finite}
+
+    @contextmanager
+    def _reporting_not_finite(self, results: PassResults) -> Iterator[None]:
+        """Context of passes: on an error the log names rows with values that are not finite. mcore looks for NaN in
+        gradients, and does not say in which rows."""
+        try:
+            yield
+        except torch.OutOfMemoryError:  # to look for such rows needs memory, which there is none of
+            raise
+        except RuntimeError:
+            with suppress(RuntimeError):  # after an error of the device no value can be read
+                results.report_not_finite()
+            raise
 
     def verls_forward_backward(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool

@@ -63,4 +63,4 @@ def check_pixels(rows: BatchRows, config: Any) -> None:
 
 def _name_of(rows: BatchRows, number: int) -> str:
     uids = tu.get(rows.data, "uid", [None] * len(rows))
-    return f"row {number} (uid {uids[number]})"
+    return f"row {number} of those that this rank computes (uid {uids[number]})"

@@ -46,7 +46,9 @@ def _ragged_rows(nested: Any, numbers: Sequence[int]) -> torch.Tensor:
 
 
 class BatchRows:
-    """The rows of one of verl's batches.
+    """The rows of one of verl's batches. A row has three names: its `digests` entry, made here of uid, prompt, pixels
+    and positions; its key, which is the digest, or that of the rank from which the row came, since its pixels may have
+    stayed behind; and verl's uid, which the turns of a session share.
 
     Args:
         data: the batch.

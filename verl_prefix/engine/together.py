@@ -21,8 +21,8 @@ class Agreement:
     own inside of a `together`; after it, each knows of all ranks:
 
         with together("counting rows", maxima=("rows",), same=("version",)) as agreed:
-            agreed.maximum("rows", len(rows))
-            agreed.same("version", version)
+            agreed.tell_maximum("rows", len(rows))
+            agreed.tell_same("version", version)
         most_rows, is_one_version = agreed["rows"], agreed.is_same("version")
 
     Args:
@@ -36,11 +36,11 @@ class Agreement:
         # tells none sends 0 and -2**48, which lose against any other.
         self._digests = dict.fromkeys(same, (0, -_NO_DIGEST))
 
-    def maximum(self, name: str, value: int) -> None:
+    def tell_maximum(self, name: str, value: int) -> None:
         """Tells this rank's integer, 0 if it never does."""
         self._maxima[name] = value
 
-    def same(self, name: str, value: object) -> None:
+    def tell_same(self, name: str, value: object) -> None:
         """Tells this rank's value. A rank that never calls this is not compared."""
         digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
         self._digests[name] = digest, -digest

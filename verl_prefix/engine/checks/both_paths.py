@@ -128,7 +128,7 @@ def _of_response(row: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _topk_loss(runs_loss: LossFunction, **given: Any) -> Any:
-    """The loss in top-k distillation, where verl also calls a loss with logits. These are for the run's own loss."""
+    """The loss in top-k distillation, where verl also calls a loss with logits. Such a call goes to the run's own."""
     return _weighted_loss(**given) if "model_output" in given else runs_loss(**given)
 
 

@@ -115,8 +115,8 @@ def _with_few_rows(group: Group, num_rows: int) -> Group:
 
 
 def _in_order_of_interest(group: Group, units: Sequence[Unit]) -> list[Unit]:
-    """Puts the units of a tree that leave the longest one last and first right behind it, so that three are enough to
-    nest.
+    """Orders the units of a tree: the longest, the one that shares most with it, the one that shares least, all others.
+    The first three then nest.
 
     Args:
         units: three or more, by their tokens.

@@ -45,7 +45,7 @@ class LayerProbe:
         Args:
             key: names the layer.
             inputs: of the layer, [T, ...] each.
-            whole: computes outputs of a row by its inputs, after so many tokens that change nothing.
+            whole: (inputs of a row, n) -> its outputs, if n neutral tokens stand before it.
             out: the layer's outputs, [T, ...].
         """
         for path, segment in _segments(packed_row):

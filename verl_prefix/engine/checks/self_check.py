@@ -149,15 +149,16 @@ class Comparison:
         # Log-probs of low precision have a grid, on which small noise may change nothing.
         noise[0] += torch.finfo(truth.outputs.dtype).eps ** 2 * truth.norms[0]
         names = [self._outputs_name, *(f"gradients of {part}" for part in self._gradients.parts)]
-        sums = self._reduce_sum([*packed, *phased, *noise, *truth.norms])
-        n = len(names)
-        packed, phased, noise, norms = (sums[start : start + n] for start in range(0, 4 * n, n))
-        limits = [MAX_OUTPUTS] + [MAX_GRADIENTS] * (n - 1)
-        figures = [
-            Figure(max(ratio_of(error, unit) for error in errors), limit, f"{name} differ from the stock path's")
-            if math.isfinite(norm + unit) else None
-            for name, limit, unit, norm, *errors in zip(names, limits, noise, norms, packed, phased, strict=True)
-        ]  # fmt: skip
+        sums, n = self._reduce_sum([*packed, *phased, *noise, *truth.norms]), len(names)
+        packed, phased, noise, norms = sums[:n], sums[n : 2 * n], sums[2 * n : 3 * n], sums[3 * n :]
+        figures: list[Figure | None] = []
+        for i, name in enumerate(names):
+            if not math.isfinite(norms[i] + noise[i]):  # nothing compares with it
+                figures.append(None)
+                continue
+            ratio = max(ratio_of(packed[i], noise[i]), ratio_of(phased[i], noise[i]))
+            limit = MAX_GRADIENTS if i else MAX_OUTPUTS
+            figures.append(Figure(ratio, limit, f"{name} differ from the stock path's"))
         outputs, *of_parts = figures
         compared = [figure for figure in of_parts if figure is not None]
         worst = max([Figure(0.0, MAX_GRADIENTS, ""), *compared], key=lambda figure: figure.ratio)

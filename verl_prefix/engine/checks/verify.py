@@ -138,7 +138,9 @@ class Verification:
         with together("checking rows that are left out", maxima=("has_gradient",)) as agreed:
             in_passes = {number for planned in plan.passes for group in planned.groups for number in group.rows}
             idle = [number for number in range(len(rows)) if number not in in_passes]
-            agreed.maximum("has_gradient", dead_rows.has_gradient(loss, rows, idle, self._backend.ranks.data_group))
+            agreed.tell_maximum(
+                "has_gradient", dead_rows.has_gradient(loss, rows, idle, self._backend.ranks.data_group)
+            )
         return agreed["has_gradient"] > 0
 
     def _miss(self, why: str) -> None:

@@ -61,11 +61,12 @@ class SharingAdvice:
         whole_tokens = self._tokens_of_whole_prompts(totals)
         cost = ""
         if tokens and whole_tokens:
-            more = tokens - whole_tokens
-            if more <= _WORTH_TELLING * whole_tokens:
+            more = tokens - whole_tokens  # below 0 where a mini-batch took the stock path, and was not counted
+            if 0 <= more <= _WORTH_TELLING * whole_tokens:
                 return
-            percent = 100 * more / whole_tokens
-            cost = f" ({more:.0f} tokens more than {whole_tokens:.0f} in an epoch of this step, +{percent:.0f}%)"
+            if more > 0:
+                percent = 100 * more / whole_tokens
+                cost = f" ({more:.0f} tokens more than {whole_tokens:.0f} in an epoch of this step, +{percent:.0f}%)"
         # Where rows do not travel, as under a custom loss, which counts no group tokens, a rank counts its own prompts.
         is_of_one_rank = self._ranks.data_size > 1 and (self._options.exchange == "off" or not tokens)
         if totals[SPLIT_PROMPTS] and torch.distributed.get_rank() == 0:

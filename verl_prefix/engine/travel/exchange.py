@@ -190,7 +190,7 @@ def _return_outputs(outputs: Outputs | None, moves: Moves) -> dict[str, torch.Te
             for numbers in moves.got:
                 rows = [codec.row(next(arrived), number=number) for number in numbers]
                 parcels.append(codec.pack(rows))
-            agreed.same("format", codec.format)
+            agreed.tell_same("format", codec.format)
     if not agreed.is_same("format"):
         raise RankError(f"ranks computed different outputs; this one has {codec.format}")
     received = _swap(parcels, moves.ranks)

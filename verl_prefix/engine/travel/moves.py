@@ -85,9 +85,9 @@ def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: T
     with together("describing rows", maxima=("num_rows", "was_cut"), same=("format",)) as described:
         share_pixels(given.pixels)
         descriptions = describe(given, shape)
-        described.maximum("num_rows", len(descriptions))
-        described.maximum("was_cut", was_cut)
-        described.same("format", RowCodec.of_batch(given.data).format)
+        described.tell_maximum("num_rows", len(descriptions))
+        described.tell_maximum("was_cut", was_cut)
+        described.tell_same("format", RowCodec.of_batch(given.data).format)
     can_travel = described.is_same("format")
     if not can_travel:
         warn_once(logger, "prefix: rows stay on their ranks, since the ranks' batches have different fields")
@@ -96,7 +96,7 @@ def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: T
     pieces = _gather_pieces(given, ranks, shape, tree_rule) if is_cut else None
     with together("placing rows", same=("homes",)) as placed:
         placement = _place(table, pieces, can_travel, ranks.data_size)
-        placed.same("homes", placement.ranks)
+        placed.tell_same("homes", placement.ranks)
         homes = placement.ranks
         # verl's rows of padding have one prompt, which nobody splits.
         homes_of_padding = {home for uid, home in zip(table.uids, homes, strict=True) if uid == PADDING}
@@ -119,7 +119,7 @@ def _gather_pieces(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule:
     """Returns the pieces of each rank's rows, as `describe_pieces` makes them."""
     with together("describing turns", maxima=("num_pieces",)) as described:
         pieces = describe_pieces(given, shape, tree_rule)
-        described.maximum("num_pieces", len(pieces))
+        described.tell_maximum("num_pieces", len(pieces))
     return _gather(pieces, described["num_pieces"], ranks)
 
 

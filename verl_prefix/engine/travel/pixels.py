@@ -1,4 +1,4 @@
-"""Pixels of rows on their way. They are large, so that rows with the same pixels send them once.
+"""Pixels of rows on their way. They are large, so that rows leave them out where another row brings the same.
 
     way                          who leaves pixels out                                      who puts them back
     from the rollout to a rank   all rows of a prompt but one (`trainer.shared_pixels`)     `receive_pixels`

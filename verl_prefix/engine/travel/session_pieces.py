@@ -7,15 +7,15 @@ hashes, and what each piece costs. Here two sessions of one uid have three turns
     row 1   session x, turn 2   [ system 9 | question 5 | call 3 | result 4 | answer 6 ]
     row 2   session y, turn 1   [ system 9 | question 5 | guess 7 ]
 
-    pieces of row 0   S 9   SQ 5   SQC 3                      and logits of the call
-    pieces of row 1   S 9   SQ 5   SQC 3   SQCR 4   SQCRA 6   and logits of the answer
-    pieces of row 2   S 9   SQ 5   SQG 7                      and logits of the guess
+    pieces of row 0   S 8   SQ 5   SQC 3                      and logits of the call
+    pieces of row 1   S 8   SQ 5   SQC 3   SQCR 4   SQCRA 6   and logits of the answer
+    pieces of row 2   S 8   SQ 5   SQG 7                      and logits of the guess
 
-A piece ends at a cut, or before the row's last token, which is not computed. Its name is a hash of the row's tokens up
-to there and of the next one: rows share the n tokens before a cut only if token n is equal, too (`core.trees`). So
-equal names mean equal histories.
+A piece ends at a cut, which is one token before the end of a message, or before the row's last token, which is not
+computed. Its name is a hash of the row's tokens up to there and of the next one: rows share the n tokens before a cut
+only if token n is equal, too (`core.trees`). So equal names mean equal histories.
 
-S and SQ are pieces of both sessions: they are the trunk of the uid, which costs 14 on each rank that has one of its
+S and SQ are pieces of both sessions: they are the trunk of the uid, which costs 13 on each rank that has one of its
 sessions. Besides, session x costs 3 + 4 + 6 and the logits of rows 0 and 1, and session y costs 7 and the logits of
 row 2.
 """
