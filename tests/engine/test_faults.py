@@ -589,7 +589,9 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
     kept = Memory(2, True, False, None, False, attention_kept=attention, all_logits=True)
     plan = make_plan([Group.of_prompt((0, 1), 30, (suffix, suffix))], 10**5, "packed")
     with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, kept, "", PrefixConfig(), False):
-        raise torch.OutOfMemoryError("injected")
+        failed = torch.OutOfMemoryError("injected")
+        failed.prefix_phase = "packed"
+        raise failed
     (note,) = error.value.__notes__
     assert note.endswith(f"set {advice.replace('{}', 'actor_rollout_ref.actor.prefix')}")
 
@@ -614,6 +616,19 @@ def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
         (note,) = error.value.__notes__
         helps = "offload parameters" if phase == "wave" else "lower ppo_max_token_len_per_gpu"
         assert (advised in note) == is_advised and helps in note
+
+
+def test_out_of_memory_outside_of_passes_advises_shorter_ones_alone():
+    """As where gradients are reduced, or outputs joined."""
+    plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "packed")
+    memory = Memory(checkpointed=False)
+    with (
+        pytest.raises(torch.OutOfMemoryError) as error,
+        out_of_memory_advice(plan, memory, "actor", PrefixConfig(), False),
+    ):
+        raise torch.OutOfMemoryError("injected")
+    (note,) = error.value.__notes__
+    assert note == "verl_prefix: lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu"
 
 
 def test_out_of_memory_in_a_nested_pass_advises_what_its_phase_a_keeps():

@@ -100,6 +100,25 @@ def test_rows_are_refused_where_verls_own_path_takes_their_positions_for_bounds(
     assert not message or (error > 100 * TOLERANCE and "(uid b): position_ids are " in message)
 
 
+def _saved(path: str) -> list[float]:
+    """Tokens that an update saves. MOCK: FSDP2's routers count the last token of each row, as Megatron's."""
+    saved = []
+    for counts in (False, True):
+        engine = SHARED("prefix", path, {"schedule": "packed"})
+        data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, {})
+        with (
+            mock.patch.object(type(engine.backend), "counts_last_tokens", counts),
+            engine.train_mode(disable_auto_offload=True),
+        ):
+            saved += engine.forward_backward_batch(data, _loss({}))["metrics"]["prefix/tokens_saved"]
+    return saved
+
+
+def test_last_tokens_that_routers_alone_count_are_no_tokens_saved_or_lost(ranks, path):
+    ((without, with_last),) = ranks(1, path)(_saved)
+    assert 0 < without == with_last
+
+
 def _later(path: str, backend: str) -> str:
     """What an update says whose rows are such on the last rank, after one whose rows were not."""
     engine, last = SHARED(backend, path, {}), torch.distributed.get_world_size() - 1

@@ -201,8 +201,8 @@ class Backend(ABC):
         """Makes a runner of plans on this model, with its autocast and its synchronisation of gradients.
 
         Args:
-            of_logits: of `core.forward.PackedForward`, as are `kernel` and all after it.
-            step: of `core.runner.PlanRunner`, as are `offload` and `meter`.
+            of_logits, kernel, logits_chunk, keep_attention, context_type: of `core.forward.PackedForward`.
+            step, offload, meter: of `core.runner.PlanRunner`.
             forward_only: without backward.
         """
         forward = PackedForward(

@@ -56,7 +56,9 @@ def has_gradient(loss: Loss, rows: BatchRows, numbers: Sequence[int], process_gr
     for start in range(0, len(numbers), _CHECKED_AT_ONCE):
         batch = rows.select(numbers[start : start + _CHECKED_AT_ONCE])
         micro_batch = micro_batch_of(loss, batch.data, [*range(len(batch))])
-        old = batch.at_suffixes("old_log_probs").to(get_device_id())
+        has_old = "old_log_probs" in batch.data.keys()  # else the loss reads none
+        old = batch.at_suffixes("old_log_probs") if has_old else torch.zeros(batch.offsets[-1])
+        old = old.to(get_device_id())
         for shift in (0.0, 0.1):
             values = {"log_probs": (old + shift).requires_grad_(), "entropy": (0 * old).requires_grad_()}
             offsets = micro_batch["input_ids"].offsets()

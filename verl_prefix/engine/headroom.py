@@ -88,7 +88,7 @@ class Headroom:
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
             room = (self._capacity or 0.0) - max(now, self._allocated_after_last)
 
-        def fits(memory: Memory, added_bytes: float) -> bool:
+        def is_allowed(memory: Memory, added_bytes: float) -> bool:
             if not memory.attention_kept and not memory.all_logits:
                 return True
             may = (may_keep or not memory.attention_kept) and (may_have or not memory.all_logits)
@@ -96,7 +96,7 @@ class Headroom:
 
         choices = [replace(least, attention_kept=attention, all_logits=logits) for attention, logits in _KEPT]
         added = [peak_bytes(shape, plan, (), memory) for memory in choices]
-        refused = ranks.max_over_ranks([not fits(*choice) for choice in zip(choices, added, strict=True)])
+        refused = ranks.max_over_ranks([not is_allowed(*choice) for choice in zip(choices, added, strict=True)])
         chosen = refused.index(0.0)  # the first that no rank refuses
         self._added_now = added[chosen]
         return choices[chosen]

@@ -39,8 +39,8 @@ def _settings(plan: Plan, keeps: Memory) -> list[str]:
     return settings
 
 
-def _advice(phase: str, plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool) -> str:
-    """Returns what to set after an error in a phase of a pass."""
+def _advice(phase: str | None, plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool) -> str:
+    """Returns what to set after an error in a phase of a pass; None: outside of passes."""
     if settings := _settings(plan, keeps):
         return f"set {' and '.join(settings)}"
     fewer = f"lower {tokens_key(role, forward_only)}"
@@ -50,6 +50,8 @@ def _advice(phase: str, plan: Plan, keeps: Memory, role: str, options: PrefixCon
     # What waits for a backward, as nothing does without one.
     offload = [] if forward_only or options.offload else [f"set {_PREFIX}.offload=True"]
     checkpoints = [] if forward_only or keeps.checkpointed else [f"set {_checkpointing(role, keeps)}"]
+    if phase is None:  # as where gradients are reduced, or outputs joined
+        return fewer
     if phase == "packed" and plan.packed:
         return ", or ".join([fewer, *phased, *checkpoints])
     if phase in ("packed", "phase_a"):  # a nested packed pass, during which the graph of a phase A waits
@@ -79,7 +81,7 @@ def out_of_memory_advice(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        phase = getattr(error, "prefix_phase", "packed")
+        phase = getattr(error, "prefix_phase", None)
         add_note(error, f"verl_prefix: {_advice(phase, plan, keeps, role, options, forward_only)}")
         raise
 

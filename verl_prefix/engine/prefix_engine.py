@@ -227,15 +227,13 @@ class PrefixEngine:
         # Routers count a row's last token in updates, which replay the routes that log-probs record (R2).
         last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
         results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
-        if last_tokens:
-            plan = plan.with_last_tokens()
         runner = self.backend.new_runner(
             results.token_outputs.of_logits, results.step, forward_only, offload=self.prefix_config.offload,
             meter=path.meter, kernel=self.prefix_config.attention, keep_attention=path.memory.attention_kept,
             logits_chunk=path.memory.chunk, context_type=context_type,
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext(), self._reporting_not_finite(results):
-            runner.run(results.token_outputs.tokens, plan)
+            runner.run(results.token_outputs.tokens, plan.with_last_tokens() if last_tokens else plan)
         output, num_not_finite = results.finish(plan)
         metrics = plan_metrics(rows, groups, plan, runner, loss) | self.backend.model_metrics(runner)
         if self.prefix_config.skip_zero_advantage and not forward_only:

@@ -47,7 +47,7 @@ class Verification:
         self._num_settled = 0  # of these, the shared ones that were checked or need no check; `_is_due` goes by it
 
     @property
-    def _compared(self) -> str:
+    def _output_name(self) -> str:
         """The output that both paths are compared by: log_probs, or values."""
         return self._backend.output_names(NO_FLAGS)[0]
 
@@ -125,7 +125,7 @@ class Verification:
         return misses
 
     def _metrics(self, verdict: Verdict) -> dict[str, float]:
-        figures = {self._compared: verdict.outputs, "attention": verdict.attention}
+        figures = {self._output_name: verdict.outputs, "attention": verdict.attention}
         if self._backend.trains:
             figures["gradients"] = verdict.gradients
         if self._backend.shape.recurrent_layers:
@@ -163,7 +163,7 @@ class Verification:
         with self._backend.gradients_aside():
             comparison = Comparison(
                 paths.stock, paths.ours, self._backend.rounding_noise, self._backend.gradients(),
-                ranks.sum_over_ranks, self._compared.replace("_", "-"),
+                ranks.sum_over_ranks, self._output_name.replace("_", "-"),
             )  # fmt: skip
             verdict = comparison.verdict(fewest_perturbed)
         if verdict.outputs is None:  # on every rank, none of which then has figures of layers
