@@ -618,31 +618,27 @@ def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
         assert (advised in note) == is_advised and helps in note
 
 
-def test_out_of_memory_outside_of_passes_advises_shorter_ones_alone():
-    """As where gradients are reduced, or outputs joined."""
-    plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "packed")
-    memory = Memory(checkpointed=False)
-    with (
-        pytest.raises(torch.OutOfMemoryError) as error,
-        out_of_memory_advice(plan, memory, "actor", PrefixConfig(), False),
-    ):
-        raise torch.OutOfMemoryError("injected")
-    (note,) = error.value.__notes__
-    assert note == "verl_prefix: lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu"
-
-
-def test_out_of_memory_in_a_nested_pass_advises_what_its_phase_a_keeps():
-    plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
-    memory = Memory(checkpointed=False)
-    with (
-        pytest.raises(torch.OutOfMemoryError) as error,
-        out_of_memory_advice(plan, memory, "actor", PrefixConfig(), False),
-    ):
+@pytest.mark.parametrize(
+    ("schedule", "phase", "note"),
+    [
+        ("packed", None, "verl_prefix: lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu"),
+        (
+            "phased", "packed", "verl_prefix: set actor_rollout_ref.actor.prefix.offload=True, or set actor_rollout_ref"
+            ".model.enable_gradient_checkpointing=True, or lower ppo_max_token_len_per_gpu or "
+            "ppo_micro_batch_size_per_gpu",
+        ),
+    ],
+    ids=["outside of passes, as where gradients are reduced", "nested, so that the group is phased already"],
+)  # fmt: skip
+def test_out_of_memory_advises_what_helps_there(schedule, phase, note):
+    plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, schedule)
+    advice = out_of_memory_advice(plan, Memory(checkpointed=False), "actor", PrefixConfig(), False)
+    with pytest.raises(torch.OutOfMemoryError) as error, advice:
         failed = torch.OutOfMemoryError("injected")
-        failed.prefix_phase = "packed"
+        if phase is not None:
+            failed.prefix_phase = phase
         raise failed
-    (note,) = error.value.__notes__
-    assert "offload=True" in note and "schedule=phased" not in note, "the group is phased already"
+    assert error.value.__notes__ == [note]
 
 
 RECOMPUTE = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute"

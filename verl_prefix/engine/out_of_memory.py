@@ -46,12 +46,12 @@ def _advice(phase: str | None, plan: Plan, keeps: Memory, role: str, options: Pr
     fewer = f"lower {tokens_key(role, forward_only)}"
     if role != "critic":
         fewer += f" or {'log_prob' if forward_only else 'ppo'}_micro_batch_size_per_gpu"
+    if phase is None:  # as where gradients are reduced, or outputs joined
+        return fewer
     phased = [] if options.schedule == "phased" else [f"set {_PREFIX}.schedule=phased"]
     # What waits for a backward, as nothing does without one.
     offload = [] if forward_only or options.offload else [f"set {_PREFIX}.offload=True"]
     checkpoints = [] if forward_only or keeps.checkpointed else [f"set {_checkpointing(role, keeps)}"]
-    if phase is None:  # as where gradients are reduced, or outputs joined
-        return fewer
     if phase == "packed" and plan.packed:
         return ", or ".join([fewer, *phased, *checkpoints])
     if phase in ("packed", "phase_a"):  # a nested packed pass, during which the graph of a phase A waits
