@@ -185,7 +185,7 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
     add("--trace", metavar="DIR", help="what actor_rollout_ref.actor.prefix.trace_dir recorded")
     add("--synthetic", type=lambda text: (*numbers("P,S,G or P,S,G,N", (3, 4))(text), 1)[:4], metavar="P,S,G[,N]",
         help="random rows: prompt and response tokens, rows, groups")  # fmt: skip
-    add("--runs", nargs=2, metavar=("A", "B"),
+    add("--runs", nargs=2, metavar=("STOCK", "OURS"),
         help="two finished runs: JSON lines of verl's file logger, or event files")  # fmt: skip
     add = command.add_argument
     add("--model", help="the model's folder, where it is not the recorded path")

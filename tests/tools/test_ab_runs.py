@@ -77,6 +77,23 @@ def test_a_speed_up_that_is_uneven_or_of_one_step_is_none(tmp_path):
     assert verdict.even_ratio([2.0, 3.0, 2.5]) == 2.5 and verdict.even_ratio([2.0, 3.01, 2.5]) is None
 
 
+def test_other_responses_make_a_speed_up_uneven_and_it_is_quoted_all_the_same(tmp_path):
+    """As two runs of vLLM: the longer responses are, the longer a step takes."""
+    ours = {i: {"timing_s/update_actor": seconds} for i, seconds in enumerate((9.0, 5.0, 4.0, 2.0), 1)}
+    ours[3]["response_length/mean"] = 30.0
+    _, found = compare(tmp_path, dict.fromkeys(ours, {}), ours)
+    assert found["timings"]["timing_s/update_actor"]["speedup"] == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_run_that_resumed_is_compared_from_there_and_the_step_is_named(tmp_path):
+    other = {"response_length/mean": 21.0}
+    code, found = compare(tmp_path, dict.fromkeys(range(1, 6), {}), {4: other, 5: {}})
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert code == 3 and "the runs sampled different responses in step 4." in text
+    assert "no step before 4 is in both. A run that resumes starts its file anew" in found["notes"][-1]
+    assert found["device"] not in text, "the runs' device is not known, and that of `ab` is not theirs"
+
+
 def test_a_report_without_a_plot_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     (tmp_path / "out").mkdir()
@@ -136,7 +153,7 @@ def test_steps_that_warm_up_a_critic_have_no_gradient_norm_to_be_finite(tmp_path
     assert cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out")]) == code
     out = capsys.readouterr().out
     assert ("FAILED: steps without a finite actor/grad_norm: 1.000e+00" in out) == (code == 1)
-    assert "No update was judged: the first step has none of the actor; set trainer.critic_warmup=0" in out
+    assert "No update was judged: step 1 has none of the actor; set trainer.critic_warmup=0" in out
     paths = [write(tmp_path / f"{name}.jsonl", {1: waits, 2: waits}, {}) for name in "ab"]
     assert cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out"), "--force"]) == 1, "no update at all"
 

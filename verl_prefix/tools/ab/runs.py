@@ -1,4 +1,4 @@
-"""`verl-prefix ab --runs A B`: two training runs' own metrics over each other, A the stock one.
+"""`verl-prefix ab --runs STOCK OURS`: two training runs' own metrics over each other.
 
 Reads what verl logs: its `file` logger's JSON lines, or a folder of TensorBoard event files. Sampling multiplies one
 rounding into another rollout, so only the first step of runs that sampled the same responses is judged, and only where
@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_prefix.files import parse_json
 from verl_prefix.tools.ab.render import write
-from verl_prefix.tools.ab.verdict import as_ratio, even_ratio
+from verl_prefix.tools.ab.verdict import as_ratio, even_ratio, median_ratio
 from verl_prefix.tools.plots import Curves, save
 from verl_prefix.tools.report import Table, provenance
 
@@ -140,11 +140,18 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
         for path, run in zip(paths, runs, strict=True)
         if (lonely := sorted(set(run) - set(common)))
     ]
+    if common[0] > 1:
+        notes.append(
+            f"no step before {common[0]} is in both. A run that resumes starts its file anew: keep the file of each "
+            "part under another VERL_FILE_LOGGER_PATH"
+        )
     timed = common[1:] or common  # the first step warms up, measures rates and checks itself
     names = sorted(name for name in runs[0][common[-1]] if name.startswith("timing_s/"))
     timings = compare_seconds(runs[0], runs[1], timed, names)
+    # Where every step has the same responses in both runs, uneven ratios come of the machine; else of the responses.
+    ratio = even_ratio if all(same_rollouts(runs[0][step], runs[1][step]) for step in timed) else median_ratio
     for row in timings.values():
-        row |= {"n": len(row["ratios"]), "speedup": even_ratio(row["ratios"])}
+        row |= {"n": len(row["ratios"]), "speedup": ratio(row["ratios"])}
     return {
         **provenance(SCHEMA),
         "runs": [Path(path).name for path in paths],
@@ -176,8 +183,8 @@ def blocks(report: dict[str, Any]) -> list[str | Table]:
     rows = [(name, *(f"{run[step].get(name, math.nan):.6g}" for run, step in columns)) for name in dict.fromkeys(names)]
     return [
         f"# {a} against {b}: {'every tolerance holds' if report['holds'] else 'NOT every tolerance holds'}",
-        f"{len(common)} steps in common ({common[0]} to {common[-1]}), {report['device']}.",
-        _unjudged(report) or "The runs sampled the same responses in their first step: its metrics are judged.",
+        f"{len(common)} steps in common ({common[0]} to {common[-1]}).",
+        _unjudged(report) or f"The runs sampled the same responses in step {common[0]}: its metrics are judged.",
         *(f"Note: {note}." for note in report["notes"]),
         Table(("tolerance", "value", "limit", "holds"), checked),
         Table((f"median seconds, step {report['timed_steps'][0]} on", "n", a, b, "speed-up"), timings),
@@ -187,16 +194,17 @@ def blocks(report: dict[str, Any]) -> list[str | Table]:
 
 def _unjudged(report: dict[str, Any]) -> str | None:
     """The reason why no update is judged but for being finite, or None."""
+    step = f"step {report['common_steps'][0]}"
     if not report["same_rollouts_in_first_step"]:
-        return "Only finiteness was judged: the runs sampled different responses in their first step."
+        return f"Only finiteness was judged: the runs sampled different responses in {step}."
     if not report["update_in_first_step"]:
         return (
-            "No update was judged: the first step has none of the actor; set trainer.critic_warmup=0 in both runs to "
-            "compare it."
+            f"No update was judged: {step} has none of the actor; set trainer.critic_warmup=0 in both runs to compare "
+            "it."
         )
     if not report["one_update_in_first_step"]:
         return (
-            f"Only finiteness was judged: the first step has several updates ({OFF_POLICY} is not 0), and prompts come "
+            f"Only finiteness was judged: {step} has several updates ({OFF_POLICY} is not 0), and prompts come "
             "to their mini-batches in any order; set ppo_mini_batch_size to data.train_batch_size to compare it."
         )
     return None

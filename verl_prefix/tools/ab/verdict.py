@@ -115,14 +115,18 @@ def timed(steps: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return steps[1:] if name == "optimizer" and len(steps) > 1 else steps
 
 
+def median_ratio(ratios: list[float]) -> float | None:
+    """The median of the steps' ratios of seconds; None of one step alone."""
+    return statistics.median(ratios) if len(ratios) > 1 else None
+
+
 def even_ratio(ratios: list[float]) -> float | None:
-    """The median of the steps' ratios of seconds. None where it cannot be quoted: of one step alone, or where the
-    machine made them uneven, since both arms' steps of one number have the same rows."""
-    even = len(ratios) > 1 and max(ratios) <= UNEVEN * min(ratios)
-    return statistics.median(ratios) if even else None
+    """The median ratio of arms whose steps of one number have the same rows. None also where ratios are uneven: then
+    something else ran on the machine."""
+    return median_ratio(ratios) if max(ratios) <= UNEVEN * min(ratios) else None
 
 
-def as_ratio(ratio: float | None, steps: int) -> str:  # an `even_ratio` in words
+def as_ratio(ratio: float | None, steps: int) -> str:  # a median or an even ratio in words
     return f"{ratio:.2f}" if ratio else "uneven" if steps > 1 else "one step"
 
 
