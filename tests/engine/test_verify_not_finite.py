@@ -43,6 +43,29 @@ def _overflow(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def _overflow_above_an_eighth(module: torch.nn.Module) -> Iterator[None]:
+    """Gradients below this module are infinite above an eighth of the largest one that the first check has there, as
+    in a dtype that ends at this number. The limit is one for all updates, ranks and paths."""
+
+    def scale(_, args, output):
+        if output.requires_grad:
+            output.register_hook(limited)
+
+    def limited(grad):
+        if module not in LIMITS:
+            LIMITS[module] = grad.abs().amax() / 8
+            torch.distributed.all_reduce(LIMITS[module], torch.distributed.ReduceOp.MIN)
+        return torch.where(grad.abs() > LIMITS[module], float("inf"), grad)
+
+    handle = module.register_forward_hook(scale)
+    yield
+    handle.remove()
+
+
+LIMITS: dict[torch.nn.Module, torch.Tensor] = {}
+
+
+@contextmanager
 def _weights_not_finite(module: torch.nn.Module) -> Iterator[None]:
     shard = local_shard(module.layers[0].mlp.down_proj.weight).detach()
     before = shard.clone()
@@ -74,6 +97,7 @@ def _ours_loses_a_gradient(_) -> Iterator[None]:
 BROKEN = {
     "nothing": nullcontext,
     "gradients of the first layer": lambda model: _overflow(model.layers[0]),
+    "large gradients": lambda model: _overflow_above_an_eighth(model.norm),
     "all gradients": lambda model: _overflow(model.norm),
     "weights": _weights_not_finite,
     "outputs of ours": _ours_not_finite,
@@ -118,6 +142,13 @@ def test_a_check_with_nothing_finite_to_compare_with_stays_due_and_blames_nobody
         assert line.startswith("prefix.verify waits for ") and "actor.prefix.verify=off" in line
         assert ("log-probs, " in line) == (broken == "weights") and "gradients of layer 0" in line
         assert ("gradients of layer 1" in line) == (broken != "gradients of the first layer")
+
+
+def test_gradients_that_overflow_in_the_check_are_compared_by_a_smaller_loss(two_ranks):
+    """As in fp16, whose loss scale goes by the update's gradients and would never fall for the check's."""
+    for found, said, failure, error in two_ranks(_updates, ("large gradients",) * 3, "fallback"):
+        assert (found, failure, error) == ([FIGURES - {"prefix/verify_gradients"}, FIGURES, set()], "", "")
+        assert len(said) == 1
 
 
 def test_what_a_check_could_not_compare_is_found_wrong_once_it_can(two_ranks):

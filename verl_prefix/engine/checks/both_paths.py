@@ -41,13 +41,13 @@ class Sample(NamedTuple):
     loss: LossFunction
 
     @classmethod
-    def of(cls, batch: BatchRows, group: Group, num_for_stock: int, loss: Loss) -> "Sample":
+    def of(cls, batch: BatchRows, group: Group, num_for_stock: int, loss: Loss, loss_factor: float) -> "Sample":
         """Takes the rows of `group` out of a batch. The stock path gets the last row again and again, until there are
-        `num_for_stock` rows; the repeated ones have weight 0."""
+        `num_for_stock` rows; the repeated ones have weight 0. The loss is a mean over rows, times `loss_factor`."""
         num_repeated = num_for_stock - len(group.rows)
         rows = batch.select(group.rows)
         for_stock = batch.select([*group.rows, *group.rows[-1:] * num_repeated])
-        weights = [1 / len(rows)] * len(rows)
+        weights = [loss_factor / len(rows)] * len(rows)
         rows.data["verify_weight"] = torch.tensor(weights)
         for_stock.data["verify_weight"] = torch.tensor(weights + [0.0] * num_repeated)
         distills = batch.flag("distillation_use_topk")

@@ -15,8 +15,8 @@ All figures are in units of noise: how far ours is off, divided by how far round
   against the stock path's, in units of its noise, as for log-probs. What suffixes send back to their prefix shows
   nowhere else.
 
-Nothing can be compared with a result that is not finite on the stock path itself, as under a loss scale of fp16, which
-falls after such a step. The verdict names such results.
+Nothing can be compared with a result that is not finite on the stock path itself. The verdict names such results. Where
+these are gradients alone, as may be in fp16, the next check has a smaller loss.
 """
 
 import functools

@@ -27,6 +27,10 @@ from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
 
+# Factors of the check's loss, powers of two: in fp32 and bf16 they change no figure. The smallest one is 1 over the
+# scale at which torch's GradScaler starts.
+_SMALLER_LOSS, _SMALLEST_LOSS = 2.0**-4, 2.0**-16
+
 
 class Verification:
     """The self-check of one engine, which all ranks run at once. It checks updates. In an engine for log-probs alone it
@@ -45,6 +49,7 @@ class Verification:
         self.failure: StockPath | None = None
         self._num_seen = 0  # batches of the checked kind, on either path; a miss is reported with this number
         self._num_settled = 0  # of these, the shared ones that were checked or need no check; `_is_due` goes by it
+        self._loss_factor = 1.0  # of the check's loss, whose gradients may overflow in fp16 where the update's do not
 
     @property
     def _output_name(self) -> str:
@@ -63,7 +68,8 @@ class Verification:
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> dict[str, float]:
         """Runs the check, if one is due and every rank has a group to check. If a rank has none, or if something is not
-        finite on the stock path, the check stays due, and waits for the next batch. Every rank calls it.
+        finite on the stock path, the check stays due, and waits for the next batch. If gradients alone are not finite,
+        its loss will be smaller there. Every rank calls it.
 
         Args:
             rows: the rows that this rank computes.
@@ -92,11 +98,13 @@ class Verification:
         if misses := self._misses(verdict, rows, group, plan, loss):
             self._miss("; ".join(misses))
         elif verdict.not_finite:
+            if verdict.outputs is not None:
+                self._loss_factor = max(self._loss_factor * _SMALLER_LOSS, _SMALLEST_LOSS)
             warn_once(
                 logger,
                 "prefix.verify waits for a batch whose results are finite on verl's own path: here %s are not; "
                 "set actor_rollout_ref.actor.prefix.verify=off where none will come",
-                listed(verdict.not_finite), key="not finite",
+                listed(verdict.not_finite),
             )  # fmt: skip
         else:
             self._num_settled += 1
@@ -158,7 +166,7 @@ class Verification:
         num_perturbed = _num_perturbed(len(rows), len(group.rows))
         # Stock passes hold collectives, so that every rank runs equally many.
         (_, most_rows), (fewest_perturbed, _) = ranks.ranges_over_ranks(len(group.rows), num_perturbed)
-        sample = Sample.of(rows, group, most_rows, loss)
+        sample = Sample.of(rows, group, most_rows, loss, self._loss_factor)
         paths = BothPaths(self._backend, self._run_plan, sample, budget, self._backend.memory(self._options))
         with self._backend.gradients_aside():
             comparison = Comparison(
