@@ -89,10 +89,11 @@ class PipelineRunner(MegatronRunner):
         with ExitStack() as open_caches:
             begun = [self._begin(batch, planned, neighbours, open_caches) for planned in phased]
             micro_batches = [_MicroBatch.of(planned, batch) for planned in packed]
-            for planned, phase_a, _ in begun:
-                for number, wave in enumerate(planned.waves, start=1):
-                    part = f"wave {number} of {len(planned.waves)}"
-                    micro_batches.append(_MicroBatch.of(wave, batch, phase_a, part))
+            micro_batches += [  # no loop whose variables would keep the last pass's hidden states through all phases C
+                _MicroBatch.of(wave, batch, phase_a, f"wave {number} of {len(planned.waves)}")
+                for planned, phase_a, _ in begun
+                for number, wave in enumerate(planned.waves, start=1)
+            ]
             groups = [group for micro_batch in micro_batches for group in micro_batch.packed_row.groups]
             with ExitStack() as measured:
                 if begun:

@@ -18,7 +18,7 @@ _CHECKED_AT_ONCE = 8  # rows
 
 def find_dead(loss: Loss, rows: BatchRows) -> frozenset[int]:
     """Returns the numbers of dead rows: where response_mask is 1 their advantages are 0, so that they have no loss and
-    no gradient. No row is dead where anything is not finite, or where outputs are wanted back.
+    no gradient. A rank finds none where anything of its own rows is not finite, or where outputs are wanted back.
 
     Raises:
         ValueError: rows without advantage have a gradient in this loss.
@@ -56,9 +56,7 @@ def has_gradient(loss: Loss, rows: BatchRows, numbers: Sequence[int], process_gr
     for start in range(0, len(numbers), _CHECKED_AT_ONCE):
         batch = rows.select(numbers[start : start + _CHECKED_AT_ONCE])
         micro_batch = micro_batch_of(loss, batch.data, [*range(len(batch))])
-        has_old = "old_log_probs" in batch.data.keys()  # else the loss reads none
-        old = batch.at_suffixes("old_log_probs") if has_old else torch.zeros(batch.offsets[-1])
-        old = old.to(get_device_id())
+        old = batch.at_suffixes("old_log_probs").to(get_device_id())
         for shift in (0.0, 0.1):
             values = {"log_probs": (old + shift).requires_grad_(), "entropy": (0 * old).requires_grad_()}
             offsets = micro_batch["input_ids"].offsets()
