@@ -436,6 +436,21 @@ def test_last_tokens_are_counted_where_routers_learn_from_them(learns, fields):
         assert mcore.counts_tokens(mock.Mock(spec=["config"], config=config)) is (learns and num_experts is not None)
 
 
+def _counted_in_bf16(models: dict) -> list[torch.Tensor]:
+    rows = {"groups": [("a", 301, [8] * 16, "whole"), ("b", 250, [8] * 16, "whole")], "budget": 4000}
+    waves = PHASED | {"wave_tokens": 8}
+    return _ours(models, "deepseek_v3", waves, rows, {"dtype": "bfloat16"})["routed"]
+
+
+def test_small_waves_are_counted_where_routers_count_in_bf16(models, ranks):
+    """mcore's Float16Module makes the routers' buffer bf16, in which 2 tokens more of 1,000 are none."""
+    for counts in ranks(1, models)(_counted_in_bf16)[0]:
+        assert counts.dtype == torch.bfloat16
+        sums = counts.double().sum(1)
+        wanted = sums.new_tensor(32 * 8 + 16 * (301 + 250)) * 2  # experts of a token
+        assert ((sums - wanted).abs() <= wanted * 2**-9).all(), sums  # each expert's count is rounded once
+
+
 # Losses for balance, over tokens, and over rows, of which a packed row is one in stock, too.
 BALANCED = {
     name: {"moe_router_load_balancing_type": name, "moe_aux_loss_coeff": 0.1} for name in ("aux_loss", "seq_aux_loss")

@@ -5,7 +5,9 @@ gloo ranks, fp32, with the stand-ins of `megatron_cpu`.
 """
 
 import functools
+import json
 import logging
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -308,6 +310,24 @@ def _numbered_from_1(models: dict) -> str:
 def test_rows_are_refused_whose_positions_do_not_begin_at_0(models, ranks):
     (message,) = ranks(1, models)(_numbered_from_1)
     assert "position_ids are 1, 2, 3 around its token 0" in message
+
+
+def _dealt(path: str) -> str:
+    with pytest.raises(ValueError) as error:
+        _shared()("prefix_megatron", path, CP | SCHEDULES["packed"])
+    return str(error.value)
+
+
+def test_heads_that_cannot_be_dealt_are_refused_in_the_worker(models, ranks, tmp_path):
+    """Where the driver does not see the model. The check comes before weights are read."""
+    config = json.loads(Path(models["qwen3"], "config.json").read_text())
+    path = Path(tmp_path, "qwen3")
+    path.mkdir()
+    for file in Path(models["qwen3"]).iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    (path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 3, "num_key_value_heads": 3}))
+    for message in ranks(2, str(path))(_dealt):
+        assert "context_parallel_size=2: of this qwen3 model 3 heads are not its multiple" in message
 
 
 def _saved(models: dict, schedule: str) -> list[float]:

@@ -218,14 +218,17 @@ def test_inputs_that_the_newest_interface_refuses_take_the_next_one(
     assert reason is None if runs else reason.startswith(f"{getattr(flash_attn, newest)}: ")
 
 
-@pytest.mark.parametrize("by", ["torch's mode", "the variable"])
+VARIABLES = {"FLASH_ATTENTION_DETERMINISTIC": ("0", "1"), "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("1", "0")}
+
+
+@pytest.mark.parametrize("by", ["torch's mode", *VARIABLES])
 def test_a_kernel_is_chosen_anew_once_algorithms_must_be_deterministic(install, monkeypatch, by):
     install((9, 0), FA3=fa3)
     monkeypatch.setattr(aten, "unavailable", lambda: None)
     chosen = []
     for deterministic in (False, True, False):
-        if by == "the variable":
-            monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", str(int(deterministic)))
+        if by in VARIABLES:
+            monkeypatch.setenv(by, VARIABLES[by][deterministic])
         else:
             monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda value=deterministic: value)
         with aten._deterministic_as_asked():

@@ -25,12 +25,14 @@ from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, shape_of_config
 from verl_prefix.backends.megatron_runner import MegatronRunner
 from verl_prefix.backends.pipeline import PipelineRunner
+from verl_prefix.config.engines import heads_of
 from verl_prefix.config.megatron import (
     PrefixMegatronEngineConfig,
     check_built,
     check_model_options,
     check_spread,
 )
+from verl_prefix.config.model import check_dealt
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.meter import Meter
@@ -320,6 +322,8 @@ class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
             check_model_options(model_config)
             check_supported(hf_config)
             check_spread(engine_config, torch.distributed.get_world_size(), hf_config)
+            for key, size, before in heads_of({"megatron": engine_config}):
+                check_dealt(key, size, hf_config, before)
             check_built(hf_config, engine_config)
             verls_config = copy.copy(engine_config)  # the caller's stays as it is
             verls_config.__dict__.update(use_fused_kernels=False)  # they make log-probs of all tokens

@@ -10,7 +10,7 @@ import torch
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner
-from verl_prefix.models.mcore import router_counts, scale_auxiliary_losses, unwrapped
+from verl_prefix.models.mcore import scale_auxiliary_losses, unwrapped
 from verl_prefix.models.mcore_pipeline import gather_routes
 from verl_prefix.models.replaced import replaced
 
@@ -36,16 +36,21 @@ class MegatronRunner(PlanRunner):
         model: Any = self.forward.model
         num_with_rows = sum(bool(planned.groups) for planned in plan.passes)
         model.auxiliary_weight = len(plan.passes) / max(num_with_rows, 1)
-        try:
-            # With both off, mcore's hooks do not insist on gradients of all parameters. Its fused kernels leave none in
-            # the phase C of an offloaded prefix: in place of a parameter they find a tensor without mcore's marks.
-            with self.module.no_sync(), replaced(self.module.ddp_config, "overlap_grad_reduce", False):
-                self.run_passes(batch, plan)
-            self._reduce_gradients(batch.input_ids.device)
-        except BaseException:
-            for counted in router_counts(self.module):  # else the next update would count these tokens, too
-                counted.zero_()
-            raise
+        # With both off, mcore's hooks do not insist on gradients of all parameters. Its fused kernels leave none in the
+        # phase C of an offloaded prefix: in place of a parameter they find a tensor without mcore's marks.
+        with self.module.no_sync(), replaced(self.module.ddp_config, "overlap_grad_reduce", False):
+            self.run_passes(batch, plan)
+        self._give_counts_to_routers()
+        self._reduce_gradients(batch.input_ids.device)
+
+    def _give_counts_to_routers(self) -> None:
+        """Adds the tokens by expert of all passes to what routers with a bias have counted. mcore counts in bf16 in a
+        bf16 model, where a small wave alone would add nothing."""
+        model: Any = self.forward.model
+        for layer in model.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is not None and router.enable_expert_bias:
+                router.local_tokens_per_expert += model.expert_loads.of(layer.layer_number - 1)
 
     def _reduce_gradients(self, device: torch.device) -> None:
         """Does what mcore does once after the last backward."""

@@ -236,7 +236,7 @@ def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
     Raises:
         ValueError: naming what stands in the way.
     """
-    from verl_prefix.models.megatron import BALANCED_BY_MBRIDGE, megatron_reasons
+    from verl_prefix.models.megatron import BALANCED_BY_MBRIDGE, BIASED, megatron_reasons
     from verl_prefix.models.support import num_experts
 
     key, override = f"{role_of(megatron)}.megatron", megatron.override_transformer_config
@@ -262,9 +262,10 @@ def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
         f"{name}={balancing} is a loss of each pass's tokens together, and phases have parts of them; set "
         f"actor_rollout_ref.actor.prefix.schedule=packed, or {name}=none",
     )
-    bias = f"{key}.override_transformer_config.moe_router_enable_expert_bias"
-    biased = override.get("moe_router_enable_expert_bias")
-    for seen, option, value, other in ((balanced, name, balancing, "none"), (biased, bias, biased, "False")):
+    rate = override.get("moe_router_bias_update_rate", BIASED.get(hf_config.model_type, 1e-3))
+    moves = rate and override.get("moe_router_enable_expert_bias", hf_config.model_type in BIASED)
+    of_bias = f"{key}.override_transformer_config.moe_router_bias_update_rate"
+    for seen, option, value, other in ((balanced, name, balancing, "none"), (moves, of_bias, rate, "0")):
         refuse(
             seen and megatron.prefix.skip_zero_advantage,
             f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that routers learn from under {option}={value}; set "

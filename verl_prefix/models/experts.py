@@ -40,6 +40,10 @@ class ExpertLoads:
         """Adds a forward's tokens by expert, [experts]."""
         self._loads[layer] = self._loads[layer] + counts if layer in self._loads else counts
 
+    def of(self, layer: int) -> torch.Tensor | float:
+        """A layer's tokens by expert, [experts]; 0 before any forward."""
+        return self._loads.get(layer, 0.0)
+
     def metrics(
         self, reduce_sum: Callable[[Sequence[float]], Sequence[float]], layers: int = 0, experts: int = 0
     ) -> dict[str, float]:

@@ -236,10 +236,7 @@ class MegatronModel:
             probs, routing_map = routing(logits, *args, **kwargs)
         if torch.is_grad_enabled():
             assert self._running is not None
-            counts = (routing_map * self._running.weights.unsqueeze(1)).sum(0)
-            self.expert_loads.add(layer, counts)
-            if router.enable_expert_bias:
-                router.local_tokens_per_expert += counts
+            self.expert_loads.add(layer, (routing_map * self._running.weights.unsqueeze(1)).sum(0))
         return probs, routing_map
 
     def _choose(

@@ -18,6 +18,8 @@ LATENT_TYPES = ("deepseek_v3",)
 # And those whose loss of routers mbridge chooses unasked (mbridge/models/glm4moe.py). It is 0 without a coefficient, of
 # which mbridge sets none. Others get no loss.
 BALANCED_BY_MBRIDGE = {"glm4_moe": "seq_aux_loss"}
+# And those whose routers get biases unasked, from mbridge and from Megatron-Bridge, with the rate at which these move.
+BIASED = {"deepseek_v3": 1e-3, "glm4_moe": 0.0}
 
 
 def spread_sizes(config: PretrainedConfig, pads_vocab: bool) -> tuple[dict[str, int], dict[str, int]]:
