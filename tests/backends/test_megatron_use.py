@@ -312,7 +312,7 @@ def test_rows_are_refused_whose_positions_do_not_begin_at_0(models, ranks):
     assert "position_ids are 1, 2, 3 around its token 0" in message
 
 
-def _dealt(path: str) -> str:
+def _dealt(_: dict, path: str) -> str:
     with pytest.raises(ValueError) as error:
         _shared()("prefix_megatron", path, CP | SCHEDULES["packed"])
     return str(error.value)
@@ -326,7 +326,7 @@ def test_heads_that_cannot_be_dealt_are_refused_in_the_worker(models, ranks, tmp
     for file in Path(models["qwen3"]).iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     (path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 3, "num_key_value_heads": 3}))
-    for message in ranks(2, str(path))(_dealt):
+    for message in ranks(2, models)(_dealt, str(path)):
         assert "context_parallel_size=2: of this qwen3 model 3 heads are not its multiple" in message
 
 

@@ -10,7 +10,7 @@ import torch
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner
-from verl_prefix.models.mcore import scale_auxiliary_losses, unwrapped
+from verl_prefix.models.mcore import router_counts, scale_auxiliary_losses, unwrapped
 from verl_prefix.models.mcore_pipeline import gather_routes
 from verl_prefix.models.replaced import replaced
 
@@ -40,8 +40,13 @@ class MegatronRunner(PlanRunner):
         # phase C of an offloaded prefix: in place of a parameter they find a tensor without mcore's marks.
         with self.module.no_sync(), replaced(self.module.ddp_config, "overlap_grad_reduce", False):
             self.run_passes(batch, plan)
-        self._give_counts_to_routers()
-        self._reduce_gradients(batch.input_ids.device)
+        try:
+            self._give_counts_to_routers()
+            self._reduce_gradients(batch.input_ids.device)
+        except BaseException:
+            for counted in router_counts(self.module):  # else the next update would count these tokens, too
+                counted.zero_()
+            raise
 
     def _give_counts_to_routers(self) -> None:
         """Adds the tokens by expert of all passes to what routers with a bias have counted. mcore counts in bf16 in a
