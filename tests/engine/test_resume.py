@@ -51,7 +51,36 @@ def _worker(rank: int, rendezvous: str, model: str, out: str) -> None:
             _update(engine, rank)
             results[saver, loader, "next"] = _state(engine)
             results[saver, loader, "lr steps"] = engine.lr_scheduler.last_epoch
+    _save_with_fsdp1(model, f"{out}/fsdp1", engine)
+    engine = _engine("prefix", model, {})
+    with pytest.raises(ValueError) as error:
+        engine.load_checkpoint(f"{out}/fsdp1")
+    results["fsdp1"] = str(error.value)
+    engine = _engine("prefix", model, {"checkpoint": {"load_contents": ["model", "extra"]}})
+    before = _state(engine)
+    engine.load_checkpoint(f"{out}/fsdp1")
+    results["fsdp1 moved"] = max(float((x - before[name]).abs().max()) for name, x in _state(engine).items())
     torch.save(results, f"{out}/results.{rank}")
+
+
+def _save_with_fsdp1(model: str, folder: str, engine) -> None:
+    """A checkpoint of verl's manager after a step of FSDP1, which verl's engine has on GPUs alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    from verl.utils.fsdp_utils import get_fsdp_wrap_policy
+
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    wrapped = FullyShardedDataParallel(
+        whole, auto_wrap_policy=get_fsdp_wrap_policy(whole), device_id=torch.device("cpu"), device_mesh=mesh
+    )
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    wrapped(input_ids=torch.arange(8)[None]).logits.sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    processor = engine.model_config.get_processor()
+    FSDPCheckpointManager(wrapped, optimizer, scheduler, processor, engine.checkpoint_config).save_checkpoint(folder)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +98,12 @@ def test_what_was_saved_is_loaded_bit_by_bit(run, saver, loader):
         assert any(name.startswith("exp_avg_sq") for name in saved) and saved.keys() == loaded.keys()
         assert all(torch.equal(loaded[name], x) for name, x in saved.items())
         assert results[saver, loader, "lr steps"] == 3
+
+
+def test_a_checkpoint_of_fsdp1_gives_its_weights_alone(run):
+    for results in run[1]:
+        assert "is of FSDP1" in results["fsdp1"] and "set actor_rollout_ref.actor.checkpoint." in results["fsdp1"]
+        assert results["fsdp1 moved"] > 0.05
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -20,7 +20,7 @@ from verl_prefix.backends.hugging_face import HFBackend, check_in_worker, freeze
 from verl_prefix.backends.stock_path import FSDPStockPath, VerlFSDPEngine
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import CRITIC, FSDP2
-from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_value_head
+from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_optimizer_of_fsdp1, refuse_value_head
 from verl_prefix.config.model import warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.cpu.engine import CPUFSDPEngine
@@ -114,6 +114,16 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
         verls_config.strategy = "fsdp2"
         super().__init__(verls_model_config, verls_config, optimizer_config, checkpoint_config)
         self.set_backend(self._backend_class(self, unfused), engine_config, model_config)
+
+    def load_checkpoint(self, local_path: str | None, *args: Any, **kwargs: Any) -> None:
+        """Loads as verl's method does.
+
+        Raises:
+            ValueError: it would load the optimizer state of FSDP1.
+        """
+        if self.checkpoint_manager.should_load_optimizer:
+            refuse_optimizer_of_fsdp1(local_path, role_of(self.engine_config))
+        super().load_checkpoint(local_path, *args, **kwargs)
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()

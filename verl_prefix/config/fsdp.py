@@ -1,6 +1,8 @@
 """Options of actor, ref and critic on verl's FSDP2 engine: `model_engine=prefix`."""
 
+import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPEngineConfig
@@ -115,6 +117,22 @@ class PrefixCriticConfig(FSDPCriticConfig):
         auto = AutoModelForTokenClassification
         is_remote = self.model.trust_remote_code and auto.__name__ in (getattr(hf_config, "auto_map", None) or {})
         refuse_value_head(not (type(hf_config) in auto._model_mapping or is_remote), self.model)
+
+
+def refuse_optimizer_of_fsdp1(checkpoint: str | None, role: str) -> None:
+    """Refuses to load the optimizer state of FSDP1, verl's default, which has one entry for each flat parameter. verl
+    writes in a checkpoint's folder which FSDP it is of (FSDPCheckpointManager.save_checkpoint).
+
+    Args:
+        role: as of `role_of`.
+    """
+    told = Path(checkpoint or "", "fsdp_config.json")
+    key = f"{role}.checkpoint.load_contents"
+    refuse(
+        told.is_file() and re.search(r'"FSDP_version": 1\b', told.read_text()),
+        f"{checkpoint} is of FSDP1, verl's default, and FSDP2 cannot read its optimizer state; set {key}=[model,extra] "
+        f"to go on from its weights and learning rate with new moments, and remove {key} once the run has saved",
+    )
 
 
 def refuse_value_head(has_v_head: bool, model_config: Any) -> None:
