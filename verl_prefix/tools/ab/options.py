@@ -30,7 +30,8 @@ class Options:
             raise ValueError(f"--arms {REPACKED} is stock again; add one of {', '.join(ARMS[:-1])} to compare")
         if self.trace and not Path(self.trace).is_dir():
             raise ValueError(
-                f"--trace {self.trace} is not a folder; record a trace with actor_rollout_ref.actor.prefix.trace_dir"
+                f"--trace {self.trace} is not a folder; record a trace with actor_rollout_ref.actor.prefix.trace_dir, "
+                "in a run that resumes no checkpoint (trainer.resume_mode=disable)"
             )
         if self.synthetic and not self.model:
             raise ValueError("--synthetic P,S,G,N needs --model with a model's folder")
