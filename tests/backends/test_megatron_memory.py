@@ -133,15 +133,15 @@ def test_the_fullest_stage_holds_what_is_said_of_it(ranks, tmp_path_factory, nam
     assert kept == pytest.approx(said.optimizer, rel=0.01, abs=3 * padded)
 
 
-def _waiting(path: str) -> tuple[int, list[int], list[int]]:
-    """Of an update on two stages whose prefixes wait in host memory: how many there are, how many hidden states are on
-    the device while waves run, and of how many prefixes keys, values or their gradients, before each pass."""
+def _waiting(path: str, offload: bool) -> tuple[int, list[int], list[int]]:
+    """Of an update on two stages whose prefixes may wait in host memory: how many there are, how many hidden states are
+    on the device and of how many prefixes keys, values or their gradients, before each pass."""
     from verl_prefix.backends.megatron import PrefixMegatronEngine
     from verl_prefix.backends.pipeline import PipelineRunner
     from verl_prefix.core.forward import PackedForward
     from verl_prefix.models.mcore_pipeline import Neighbours
 
-    prefix = {"schedule": "phased", "wave_tokens": 20, "offload": True, "verify": "off"}
+    prefix = {"schedule": "phased", "wave_tokens": 20, "offload": offload, "verify": "off"}
     engine = megatron_engines.engine(PrefixMegatronEngine, path, prefix=prefix, pipeline_model_parallel_size=2)
     groups = [(uid, 41, [9, 10, 8], "") for uid in "abcdef"]
     hidden, caches, of_hidden, of_caches = list[StorageWeakRef](), [], list[int](), list[int]()
@@ -167,8 +167,9 @@ def _waiting(path: str) -> tuple[int, list[int], list[int]]:
 
     def ran(own, *args, **kwargs):
         of_hidden.append(sum(not ref.expired() for ref in hidden))
-        shelved = ([*cache._stored._shelved.values(), *cache._grads._shelved.values()] for cache in caches)
-        of_caches.append(sum(any(one.on_device is not None for one in each) for each in shelved))
+        if offload:
+            shelved = ([*cache._stored._shelved.values(), *cache._grads._shelved.values()] for cache in caches)
+            of_caches.append(sum(any(one.on_device is not None for one in each) for each in shelved))
         return own(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, engine.train_mode(disable_auto_offload=True):
@@ -184,6 +185,14 @@ def _waiting(path: str) -> tuple[int, list[int], list[int]]:
 
 def test_prefixes_that_wait_on_the_host_have_nothing_on_the_device(ranks, tmp_path):
     """But for those of the waves that are in the pipeline."""
-    for prefixes, of_hidden, of_caches in ranks(2)(_waiting, megatron_engines.write_megatron_model(tmp_path, "qwen3")):
+    path = megatron_engines.write_megatron_model(tmp_path, "qwen3")
+    for prefixes, of_hidden, of_caches in ranks(2)(_waiting, path, True):
         assert prefixes == 6 and max(of_hidden) == 0
         assert of_caches[0] == 0 and 1 <= max(of_caches) <= 2
+
+
+def test_hidden_states_go_with_their_phase_c(ranks, tmp_path):
+    """Of the last round, which has two phased passes."""
+    path = megatron_engines.write_megatron_model(tmp_path, "qwen3")
+    for _, of_hidden, _ in ranks(2)(_waiting, path, False):
+        assert of_hidden[-2:] == [2, 1]
