@@ -516,6 +516,11 @@ def test_the_watchdog_hears_of_every_phase_of_a_step(monkeypatch):
     trainer.fit(None)
     assert heard == ["validation before training", "fit", "stop"]
     heard.clear()
+    monkeypatch.setattr(PPOTrainerSync, "fit", mock.Mock(side_effect=RuntimeError("a worker died")))
+    with pytest.raises(RuntimeError, match="a worker died"):  # which the watchdog must not cut off
+        trainer.fit(None)
+    assert heard == ["validation before training", "stop"]
+    heard.clear()
     # In verl's order (PPOTrainer.fit); a hook that verl no longer calls would leave its phase out.
     fit = inspect.getsource(PPOTrainer.fit) + inspect.getsource(PPOTrainer._step_once)
     for hook in ("on_step_begin", "on_sample_begin", "on_sample_end", "_save_checkpoint", "on_step_end"):

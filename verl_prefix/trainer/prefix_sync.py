@@ -106,8 +106,10 @@ class WholeGroups(PPOTrainer):
     def fit(self, agent_loop_manager: Any) -> None:
         self._watchdog.lost = _lost(getattr(agent_loop_manager, "agent_loop_workers", []))
         self._watchdog.enter("validation before training")
-        super().fit(agent_loop_manager)
-        self._watchdog.stop()  # trackers may take long to finish
+        try:
+            super().fit(agent_loop_manager)
+        finally:
+            self._watchdog.stop()  # trackers may take long to finish, and an error is to be told behind them
 
     def on_step_begin(self) -> None:
         self._watchdog.enter(f"the rollout of step {self.global_steps}")
