@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -69,9 +70,10 @@ def arm_passes(shape: ModelShape, batch: Batch, arm: str, budget: int, auto: Pla
 
 
 def gradient_error(model: torch.nn.Module, truth: dict[str, torch.Tensor]) -> float:
-    """The largest ||g - truth|| / ||truth|| over parameters, in float64."""
+    """The largest ||g - truth|| / ||truth|| over parameters, in float64; infinite where one is not a number."""
     pairs = ((parameter.grad, truth[name].double()) for name, parameter in model.named_parameters())
-    return max(((grad.double() - true).norm() / true.norm()).item() for grad, true in pairs if grad is not None)
+    errors = (((grad.double() - true).norm() / true.norm()).item() for grad, true in pairs if grad is not None)
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 class Bench:
