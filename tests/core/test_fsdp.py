@@ -311,27 +311,41 @@ def test_ranks_are_told_once_that_gradients_are_not_averaged_and_how_to(ranks):
             assert (torch.from_numpy(result["grads"][name]) - p.grad).norm() / p.grad.norm() < TOLERANCE, name
 
 
-def test_hooks_of_fsdp2_on_lm_head_leave_logits_in_chunks(tmp_path):
+@pytest.fixture
+def mesh(tmp_path):
+    """Of this process alone, on the CPU: else it were an accelerator's, and the simulator's tests make one."""
     from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_hooks_of_fsdp2_on_lm_head_leave_logits_in_chunks(mesh):
     from torch.distributed.fsdp import fully_shard
 
     sizes = []
     rollouts = random_rollouts([(9, [20, 15])], VOCAB)
     truth_model = build()
     truth = run_stock(truth_model, rollouts)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        for group in (False, True):  # verl's way, and lm_head together with the last norm
-            model = build()
-            head, forward = model.lm_head, model.lm_head.forward
-            mesh = init_device_mesh("cpu", (1,))  # else an accelerator's, and the simulator's tests make one
-            fully_shard([model.model.norm, head] if group else head, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            head.forward = lambda hidden, forward=forward: (sizes.append(hidden.shape[0]), forward(hidden))[1]
-            ours = run_shared(model, rollouts, "packed", logits_chunk=8)
-            assert torch.allclose(torch.cat(ours), torch.cat(truth), atol=TOLERANCE)
-            grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-            assert all(torch.allclose(grads[n], p.grad, atol=TOLERANCE) for n, p in truth_model.named_parameters())
-    finally:
-        dist.destroy_process_group()
+    for group in (False, True):  # verl's way, and lm_head together with the last norm
+        model = build()
+        head, forward = model.lm_head, model.lm_head.forward
+        fully_shard([model.model.norm, head] if group else head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        head.forward = lambda hidden, forward=forward: (sizes.append(hidden.shape[0]), forward(hidden))[1]
+        ours = run_shared(model, rollouts, "packed", logits_chunk=8)
+        assert torch.allclose(torch.cat(ours), torch.cat(truth), atol=TOLERANCE)
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        assert all(torch.allclose(grads[n], p.grad, atol=TOLERANCE) for n, p in truth_model.named_parameters())
     assert sizes and max(sizes) == 8
+
+
+@pytest.mark.parametrize("schedule", ["packed", "phased"])
+def test_log_probs_that_fsdp2_would_round_are_refused(mesh, schedule):
+    """accelerate gives FSDP2 such a policy by default under mixed_precision=bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = fully_shard(build(), mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="cast from torch.float64 to torch.bfloat16, .* with output_dtype=None"):
+        run_shared(model, random_rollouts([(9, [20, 15])], VOCAB), schedule)

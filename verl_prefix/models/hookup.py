@@ -161,11 +161,8 @@ class HookedModel:
                 f"logits_to_keep asked {type(self.model).__name__} for logits of {len(head_tokens)} tokens, and it "
                 f"returned those of {logits.shape[1]}; {WHOLE_ROWS}, and report this model"
             )
-        if not whole and of_head is not None and not self.hands_on(head.result, logits):
-            raise RuntimeError(
-                f"{type(self.model).__name__} changed what lm_head returned, and no hook, forward or config key shows "
-                f"that; {WHOLE_ROWS}, and report this model"
-            )
+        if not whole and of_head is not None:
+            self.check_handed_on(head.result, logits)
         if not whole:
             return logits[0]
         which = torch.arange(len(head_tokens), device=head_tokens.device)
@@ -198,13 +195,25 @@ class HookedModel:
             logits = self.model(**inputs, keep=keep, **seen).logits
         return logits
 
-    def hands_on(self, made: torch.Tensor | None, logits: torch.Tensor) -> bool:
-        """Whether the model returned what lm_head made, or the same values: some models scale them by 1, and FSDP2 may
-        cast them."""
-        if made is None or logits is made:
-            return logits is made
-        made = made.to(logits.dtype)
-        return logits.shape == made.shape and torch.allclose(logits, made, rtol=0, atol=0, equal_nan=True)
+    def check_handed_on(self, made: torch.Tensor | None, logits: torch.Tensor) -> None:
+        """Raises RuntimeError unless the model returned what lm_head made, or the same values: some models scale them
+        by 1, and wrappers may cast them, but to no fewer bits."""
+        if logits is made:
+            return
+        if made is not None and logits.dtype.itemsize < made.dtype.itemsize:
+            raise RuntimeError(
+                f"{type(self.model).__name__} returns log-probs cast from {made.dtype} to {logits.dtype}, which loses "
+                "their last bits; if it is of FSDP2, give fully_shard a MixedPrecisionPolicy with output_dtype=None"
+            )
+        if (
+            made is None
+            or logits.shape != made.shape
+            or not torch.allclose(logits, made.to(logits.dtype), rtol=0, atol=0, equal_nan=True)
+        ):
+            raise RuntimeError(
+                f"{type(self.model).__name__} changed what lm_head returned, and no hook, forward or config key shows "
+                f"that; {WHOLE_ROWS}, and report this model"
+            )
 
     def _needs_all_logits(self, lm_head: torch.nn.Module, of_head: HeadFn | None) -> bool:
         """Whether somebody behind lm_head has to see all logits. One warning says who."""
