@@ -206,7 +206,7 @@ def _in_half_precision(models: dict, schedule: str, distillation: str) -> dict[s
 
 
 @pytest.mark.parametrize("distillation", [pytest.param("topk", marks=pytest.mark.more), "topk_only"])
-@pytest.mark.parametrize("schedule", ["packed", "phased"])
+@pytest.mark.parametrize("schedule", [pytest.param("packed", marks=pytest.mark.more), "phased"])
 def test_bf16_misses_fp32_by_no_more_than_stock_does(ranks, models, schedule, distillation):
     for found in ranks(1, models)(_in_half_precision, schedule, distillation):
         assert {"distillation_losses", "grads"} <= found["fsdp2"].keys()
@@ -264,7 +264,9 @@ def _breaks(models: dict, kind: str, distillation: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("distillation", [pytest.param("topk", marks=pytest.mark.more), "topk_only"])
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=() if x == "of_a_later_turn" else pytest.mark.more) for x in BROKEN]
+)
 def test_a_wrong_row_of_the_teacher_is_far_off_and_the_self_check_sees_it(ranks, models, kind, distillation):
     for error, said in ranks(1, models)(_breaks, kind, distillation):
         assert error > 100 * TOLERANCE

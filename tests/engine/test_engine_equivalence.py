@@ -206,7 +206,8 @@ ALIKE = (
     "activation_offload", "activation_offload_phased_checkpointed", "kl_loss", "gradient_checkpointing", "offload",
     "logits_in_chunks_phased_checkpointed", "logits_that_a_hook_changes_phased", "sync_every_pass",
     "gate_open_hsdp_sync_every_pass", "fused_kernels_gate_shut", "all_but_embeddings_phased", "phi3", "qwen2_moe",
-    "glm4_moe", "turns_hsdp_sync_every_pass", "turns_tied", "turns_upper_layer_trained", "turns_window",
+    "glm4_moe", "glm4_moe_phased", "upper_layer_trained_phased", "hsdp", "turns_hsdp_sync_every_pass", "turns_tied",
+    "turns_upper_layer_trained", "turns_window",
     "turns_padded_static_batch_size", "turns_phased_in_pieces_tool_tokens", "turns_lora_on_a_layer",
     "turns_of_both_kinds_lm_head_trained", "turns_whose_last_answer_the_loss_masks", "phased_waves_over_the_budget",
     "loss_seq-mean-token-sum-norm", "phi3_phased", "qwen2_moe_phased", "tool_tokens", "phased_waves_of_one_row",
@@ -976,7 +977,8 @@ def test_counts_and_seconds_are_those_of_a_step(results):
 @pytest.mark.parametrize(
     ("agg_mode", "schedule"),
     [
-        ("token-mean", "packed"), ("seq-mean-token-mean", "phased"), ("seq-mean-token-sum", "stock"),
+        ("seq-mean-token-mean", "phased"), ("seq-mean-token-sum", "stock"),
+        pytest.param("token-mean", "packed", marks=pytest.mark.more),
         pytest.param("seq-mean-token-sum-norm", "packed", marks=pytest.mark.more),
     ],
 )  # fmt: skip
@@ -1140,7 +1142,7 @@ def test_a_loss_that_is_let_through_has_the_gradients_of_stock_and_one_that_is_r
         assert min(found) > 1e-3 if refused else max(found) <= TOLERANCE, f"refused: {refused}, {errors}"
 
 
-@pytest.mark.parametrize("loss", ["bypass_mode", "distillation"])
+@pytest.mark.parametrize("loss", [pytest.param("bypass_mode", marks=pytest.mark.more), "distillation"])
 def test_rows_that_are_masked_may_have_passes_of_their_own(results, loss):
     """verl's loss would raise, and the other ranks wait."""
     for errors in results(_masked, loss):
@@ -1166,6 +1168,7 @@ def test_half_precision_misses_fp32_by_no_more_than_stock_does(results, dtype, s
             assert error <= 1.3 * stock, f"{name}: {error:.2e} against stock's {stock:.2e}"
 
 
+@pytest.mark.more
 def test_outputs_of_empty_responses_have_the_form_of_the_others_in_bf16(results):
     for result in results(_empty_in_bf16):
         errors = result["errors"]
@@ -1177,12 +1180,11 @@ def test_a_gradient_that_waves_lose_which_no_log_prob_shows_stops_step_1(results
     results(_loses_a_gradient, dtype)
 
 
+# test_verify.py has both without an engine.
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("broken", "schedule"),
-    [
-        ("ancestor_left_out", "packed"),
-        pytest.param("gradients_of_shared_outputs_dropped", "phased", marks=pytest.mark.more),
-    ],
+    [("ancestor_left_out", "packed"), ("gradients_of_shared_outputs_dropped", "phased")],
 )
 def test_broken_trees_stop_step_1(results, broken, schedule):
     results(_breaks_trees, broken, schedule)

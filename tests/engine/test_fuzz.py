@@ -66,7 +66,7 @@ def seen(request):
 
 
 @pytest.mark.parametrize(
-    "kind", ["trees", "actor", *(pytest.param(kind, marks=pytest.mark.more) for kind in ("critic", "routes"))]
+    "kind", ["actor", *(pytest.param(kind, marks=pytest.mark.more) for kind in ("trees", "critic", "routes"))]
 )
 def test_random_batches_are_computed_as_by_stock(ranks, models, seen, kind):
     numbers = [1] * 6 + [2] * 3 + [4] if REPORT else [1, 2]

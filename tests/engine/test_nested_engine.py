@@ -36,7 +36,7 @@ def _broken(models: dict, case: Case, broken: Callable[[pytest.MonkeyPatch], Non
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=pytest.mark.more if x in ("plain", "checkpointed", "scattered") else ()) for x in OPTIONS],
+    [pytest.param(x, marks=() if x == "deep" else pytest.mark.more) for x in OPTIONS],
 )
 def test_nested_passes_equal_stock(ranks, models, name, num_ranks):
     if name == "ulysses" and num_ranks == 1:

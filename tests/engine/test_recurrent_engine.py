@@ -440,15 +440,13 @@ def test_verls_packed_rows_leak_and_our_stock_path_does_not(one_rank, family):
     assert max(leak.values()) <= TOLERANCE, leak
 
 
-# Two in test-more: test_verify.py has them without an engine.
+# Left to test-more: test_verify.py has them without an engine.
+IN_VERIFY = ("conv_tail_one_token_off", "gradients_dropped_in_packed", "states_of_zero")
+
+
 @pytest.mark.parametrize(
     "broken",
-    [
-        pytest.param(
-            x, marks=pytest.mark.more if x in ("conv_tail_one_token_off", "gradients_dropped_in_packed") else ()
-        )
-        for x in BROKEN
-    ],
+    [pytest.param(x, marks=pytest.mark.more if x in IN_VERIFY else ()) for x in BROKEN],
 )
 def test_broken_states_are_far_from_stock_and_seen_by_the_self_check(one_rank, broken):
     (errors,) = one_rank(_broken, broken)

@@ -234,11 +234,13 @@ def models(tmp_path_factory):
     } | {"qwen3": write_tiny_model(tmp / "qwen3")}
 
 
-def _worlds(cases: Iterable[str]) -> list:
+def _worlds(cases: Iterable[str], shown: Iterable[str] = QUICK) -> list:
+    """Of these cases those of make test are `shown`."""
+
     def marks(world: int, case: str) -> object:
         if world == 1 and "ulysses" in CASES[case]:
             return None
-        quick = () if case in QUICK else pytest.mark.more if case in IN_MORE else pytest.mark.full
+        quick = () if case in shown else pytest.mark.more if case in (*QUICK, *IN_MORE) else pytest.mark.full
         return pytest.mark.full if world == 1 else quick
 
     found = [(world, case, marks(world, case)) for world in (2, 1) for case in cases]
@@ -315,7 +317,7 @@ R2 = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "case"), _worlds(R2))
+@pytest.mark.parametrize(("world", "case"), _worlds(R2, shown=QUICK[:1]))
 def test_old_log_probs_record_and_updates_replay(ranks, models, world, case):
     for errors, wrong, metrics in ranks(world, models)(_recorded, case):
         assert max(errors.values()) <= TOLERANCE, errors
@@ -482,7 +484,7 @@ def _half(models: dict, case: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "case", ["phased", "glm4_moe", *(pytest.param(x, marks=pytest.mark.more) for x in ("packed", "deepseek_v3"))]
+    "case", ["glm4_moe", *(pytest.param(x, marks=pytest.mark.more) for x in ("packed", "phased", "deepseek_v3"))]
 )
 def test_half_precision_misses_fp32_by_no_more_than_stock_does(ranks, models, case):
     found = ranks(1, models)(_half, case)[0]

@@ -95,11 +95,11 @@ BESIDE = [
     "packed", "phased", "empty_responses", "auto_verified", "gate_shut", ("qwen3_vl", "scattered"),
     "turns_of_both_kinds_phased", "hsdp", "sdpa_stock_in_small_passes",
 ]  # fmt: skip
-# Of FEW, left to test-more: their options are in other cases of make test.
+# Of FEW, left to test-more: their options are in other cases of make test, one key head in test_shards.py.
 HALVES = [
     "gradient_checkpointing_phased", "tool_tokens_phased", "turns_of_both_kinds_phased", "phased", "auto_verified",
     "sdpa_stock_in_small_passes", "latent_attention_phased", ("qwen3_vl", "phased"),
-    ("qwen3_5", "checkpointed"),
+    ("qwen3_5", "checkpointed"), "one_key_head", "gate_shut",
 ]  # fmt: skip
 OF_VISION = {(family, name): {"family": family} | VISION[name] for family in VISION_FAMILIES for name in VISION}
 IN_MORE = every_value(CASES | OF_VISION, FEW)

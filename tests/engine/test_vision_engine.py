@@ -60,7 +60,7 @@ CASES = {
 AS_WITH_TEXT = (
     "phased_row_by_row", "small_budget", "groups_cut", "offload", "lora_on_text", "padded", "turns",
     "text_alone_sync_every_pass", "turns_scattered", "tower_and_upper_layer", "gate_open", "text_rank", "tower_alone",
-    "one_text_row",
+    "one_text_row", "scattered", "dead",
 )  # fmt: skip
 # On one rank in make test, on two in test-more, as is every family but one: nothing there differs between ranks.
 ALONE = ("checkpointed", "frozen_tower", "turns_phased", "text_alone")
@@ -238,6 +238,7 @@ def test_engine_computes_what_the_stock_engine_computes(results, family, case):
 ONE_FAMILY = [x if x == "qwen3_vl" else pytest.param(x, marks=pytest.mark.more) for x in FAMILIES]
 
 
+@pytest.mark.more  # as test_engine_equivalence.py's with text
 @pytest.mark.parametrize("family", ONE_FAMILY)
 def test_bf16_misses_fp32_by_no_more_than_stock_does(ranks, paths, family):
     ((ours, stock),) = ranks(1, paths)(_bf16, family)

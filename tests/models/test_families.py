@@ -48,7 +48,7 @@ TWINS = (
     "smollm2", "qwen2.5", "mistral-window-8", "mistral-window-300", "mistral-mqa", "deepseek-v3-yarn", "head-dim-96",
     "qwen3-next", "olmo-hybrid", "qwen2-window-7", "phi3-window-9", "mixtral", "glm4-moe-lite", "head-dim-64",
     "head-dim-128", "head-dim-256", "bamba", "llama3", "gemma3-window-9", "seed-oss", "olmo2", "lfm2", "granite4-h",
-    "deepseek-v3",
+    "deepseek-v3", "glm4", "phi3", "mistral-window-26",
 )  # fmt: skip
 # Left to make test-full: experts, as qwen3-moe's and mixtral's, behind layers that are here without them, or that
 # test_engine_equivalence.py and test_vision_engine.py (Qwen3.5's) have with them.
@@ -268,8 +268,8 @@ def test_broken_states_are_far_off(family, broken, schedule, monkeypatch):
     assert max(errors(ours, truth).values()) > 100 * 5e-6
 
 
-# Of short convolutions one way in make test, of Mamba-2 the other; test-more has these.
-OTHER_WAYS = ("lfm2", False), ("granite4-h", True)
+# Of each scan one way in make test; test-more has these.
+OTHER_WAYS = ("lfm2", False), ("granite4-h", True), ("qwen3.5", True)
 
 
 @pytest.mark.parametrize(

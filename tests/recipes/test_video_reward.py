@@ -240,7 +240,9 @@ def test_any_response_is_scored_within_bounds(response, problem_type):
 
 @pytest.mark.timeout(600)  # linear time is five seconds, quadratic time half an hour
 @pytest.mark.parametrize("problem_type", reward.PROBLEM_TYPES)
-@pytest.mark.parametrize("filling", ["<answer>", "7", "7 ", ",777", pytest.param("word ", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "filling", ["<answer>", "7", *(pytest.param(x, marks=pytest.mark.more) for x in ("7 ", ",777", "word "))]
+)
 def test_a_long_response_costs_no_more_than_linear_time(problem_type, filling):
     long = filling * (1_000_000 // len(filling))
     scored(problem_type, f"<think>{long}</think><answer>{long}</answer>", GOLD[problem_type])

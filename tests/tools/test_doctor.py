@@ -175,7 +175,11 @@ def test_a_trl_that_ends_verls_workers_is_named(tmp_path, monkeypatch, files, pr
     [
         ("cpu/__init__.py", "the plugin does not load and verl goes on without it"),
         pytest.param("engine/__init__.py", "the engine of model_engine=prefix does not load", marks=pytest.mark.more),
-        ("trainer/__init__.py", "the trainers of trainer.v1.trainer_mode=prefix_* do not load"),
+        pytest.param(
+            "trainer/__init__.py",
+            "the trainers of trainer.v1.trainer_mode=prefix_* do not load",
+            marks=pytest.mark.more,
+        ),
     ],
 )
 def test_doctor_shows_the_error_that_is_hidden_or_comes_late(run_doctor, tmp_path, broken, said):

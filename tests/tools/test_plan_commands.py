@@ -608,13 +608,12 @@ assert code in (1, 2) and not slow, (code, slow)
     [
         ("actor_rollout_ref.nonsense=1", "actor_rollout_ref.nonsense is no key"),
         ("model_engine=torchtitan", "Not supported: this trains with torchtitan"),
-        ("trainer.device=npu", "Not supported: this trains on npu (trainer.device); prefixes can be shared on"),
-        ("data.train_files=/nowhere.parquet", "/nowhere.parquet is not a file here; copy it"),
         ("actor_rollout_ref.model.path=/none", "model.path=/none cannot be read here (nothing is there)"),
-        pytest.param(
-            "actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read here",
-            marks=pytest.mark.more,
-        ),
+        *(pytest.param(*one, marks=pytest.mark.more) for one in (
+            ("trainer.device=npu", "Not supported: this trains on npu (trainer.device); prefixes can be shared on"),
+            ("data.train_files=/nowhere.parquet", "/nowhere.parquet is not a file here; copy it"),
+            ("actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read here"),
+        )),
     ],
 )  # fmt: skip
 def test_what_needs_no_model_is_said_before_anything_slow_is_imported(data, words, message):

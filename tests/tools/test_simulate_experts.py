@@ -44,6 +44,7 @@ def test_rows_travel_to_their_experts_and_back(checkpointing, times):
     assert amounts(with_memory(job, expert_ranks=1), "collective/alltoall_base") == 0
 
 
+@pytest.mark.more
 def test_experts_compute_the_same_on_every_engine():
     flops = [
         amounts(job, "flops/linear") for job in (with_memory(JOB, veomni=False), JOB, with_memory(JOB, expert_ranks=8))

@@ -159,6 +159,7 @@ def test_stages_run_their_part_of_every_pass(path):
     assert of_stages["pipeline"]["peak"] > sum(job.memory.division.state(whole_shape(job)))
 
 
+@pytest.mark.more  # the cost model of one stage is below
 def test_stages_compute_the_layers_of_a_block_again():
     """`recompute_num_layers` of each stage: three are all that it has, and one leaves two whose activations stay."""
     config, peaks = AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": 6}), {}
