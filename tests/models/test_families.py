@@ -48,7 +48,7 @@ TWINS = (
     "smollm2", "qwen2.5", "mistral-window-8", "mistral-window-300", "mistral-mqa", "deepseek-v3-yarn", "head-dim-96",
     "qwen3-next", "olmo-hybrid", "qwen2-window-7", "phi3-window-9", "mixtral", "glm4-moe-lite", "head-dim-64",
     "head-dim-128", "head-dim-256", "bamba", "llama3", "gemma3-window-9", "seed-oss", "olmo2", "lfm2", "granite4-h",
-    "deepseek-v3", "glm4", "phi3", "mistral-window-26",
+    "deepseek-v3", "glm4", "phi3", "mistral-window-26", "qwen3-moe",
 )  # fmt: skip
 # Left to make test-full: experts, as qwen3-moe's and mixtral's, behind layers that are here without them, or that
 # test_engine_equivalence.py and test_vision_engine.py (Qwen3.5's) have with them.

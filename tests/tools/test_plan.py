@@ -217,9 +217,10 @@ def test_what_is_not_trained_has_neither_gradients_nor_moments(folder, overrides
         (f"{PREFIX}.min_speedup=99", "Not worth it: prompts are 89 % of the tokens; sharing them would gain "),
         (f"{PREFIX}.min_speedup=2 {ROLLOUT}.n=1", f"Not worth it as it is: a prompt has one response ({ROLLOUT}.n=1)"),
         ("--gpu h100,capacity=1e6", "Worth it, but does not fit: update {update:.2f}x, step about"),
-        (
+        pytest.param(
             "--shares update=0.5,old=0.1",
             "Worth it: update {update:.2f}x, step {step:.2g}x: set model_engine=prefix\nFits in {needed:.3g} of 80 ",
+            marks=pytest.mark.more,
         ),
         ("+platform=cpu --shares update=0.5", "Worth it: update {update:.2f}x, step {step:.2g}x: set model_engine"),
     ],
@@ -252,7 +253,7 @@ def test_sharing_is_worth_it_where_auto_shares(folder):
         ("trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode=prefix_sync"),
         (f"{PREFIX}.exchange=off trainer.v1.trainer_mode=sync actor_rollout_ref.actor.ppo_mini_batch_size=8",
          f"{PREFIX}.exchange=auto"),
-        (f"{PREFIX}.schedule=stock", f"{PREFIX}.schedule=auto"),
+        pytest.param(f"{PREFIX}.schedule=stock", f"{PREFIX}.schedule=auto", marks=pytest.mark.more),
         pytest.param(
             f"{PREFIX}.schedule=packed actor_rollout_ref.actor.ppo_max_token_len_per_gpu=175",
             f"{PREFIX}.schedule=auto", marks=pytest.mark.more,
@@ -818,7 +819,7 @@ def test_a_critic_is_priced_by_its_own_model_and_counts_in_the_step(folder):
 
 
 @pytest.mark.parametrize(
-    "words", ["data.train_batch_size=6", "data.train_batch_size=3",
+    "words", [pytest.param("data.train_batch_size=6", marks=pytest.mark.more), "data.train_batch_size=3",
               "data.train_batch_size=6 algorithm.adv_estimator=gae critic.ppo_mini_batch_size=2"]
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["prefix_sync", "sync"])
