@@ -3,6 +3,7 @@
 import copy
 import errno
 import json
+import math
 import os
 import re
 import subprocess
@@ -95,6 +96,8 @@ def test_every_arm_has_the_gradients_and_log_probs_of_stock(truth, arm: str, bud
     # The same error is found where there is one.
     model.lm_head.weight.grad[0] += 1e-3
     assert measure.gradient_error(model, grads) > 1e-4
+    model.lm_head.weight.grad[0] = math.nan  # of the last parameter, which a maximum would lose
+    assert measure.gradient_error(model, grads) == math.inf
 
 
 @pytest.mark.parametrize("arm", ["stock", "stock_lean"])
