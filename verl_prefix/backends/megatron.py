@@ -284,7 +284,8 @@ class MegatronBackend(Backend):
 
     @contextmanager
     def _kept_aside(self) -> Iterator[None]:
-        """Context that begins without gradients and counts of routers, and ends with those that were there before."""
+        """Context that begins without gradients, and ends with the gradients and the counts of routers that were there
+        before. Inside, counts have no effect."""
         counts = router_counts(self._module)
         # Where an update begins there are no gradients, and nothing is copied.
         kept = [(x, x.cpu()) for x in (*self._gradient_buffers, *counts) if x.any()]

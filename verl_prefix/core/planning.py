@@ -182,7 +182,7 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     if (group.num_physical_tokens if suffixes else group.num_own_strand_tokens) <= budget:
         return [group]
     is_tree = len(group.strands) > 1
-    if not suffixes and not is_tree:  # every piece would have the same strand
+    if not suffixes and not is_tree:  # one piece would have the whole strand in any case
         return [group]
     units, output_lens = list(units_of(group)), group.output_lens
     reads = []
