@@ -60,6 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     ORDER_SEED in the environment shuffles files, and the tests of each.
     """
+    if ids := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"an address is in the names of tests, which differ in every process: {ids}")
     train = {item.path for item in items if item.get_closest_marker("ray")}
     items.sort(key=lambda item: item.path not in train)
     for item in items:

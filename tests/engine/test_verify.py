@@ -216,7 +216,7 @@ def test_an_ancestor_that_is_left_out_is_caught(rows, dtype, seed):
         (thinking_kept, torch.float32), (tree_search, torch.bfloat16),
         pytest.param(thinking_kept, torch.bfloat16, marks=pytest.mark.more),
         pytest.param(tree_search, torch.float32, marks=pytest.mark.more),
-    ], ids=str,
+    ],
 )  # fmt: skip
 def test_a_dropped_gradient_of_shared_outputs_is_caught_by_gradients_alone(rows, dtype):
     found = verdict(0, dtype, broken=gradients_of_shared_outputs_dropped, rows=rows)
