@@ -280,6 +280,27 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_skipped():
     assert "if not torch.isfinite(grad_norm):" in source and "self.optimizer.zero_grad()" in source
 
 
+def test_verls_engines_have_what_our_protocols_list():
+    """By their sources, since most attributes are set when an engine is built, and Megatron is not installed here."""
+    engines = Path(verl.__file__).parent / "workers/engine"
+    bases = engines / "fsdp/transformer_impl.py", engines / "base.py"
+    sources = {"VerlMegatronEngine": (engines / "megatron/transformer_impl.py", engines / "base.py")}
+    found = 0
+    for path in [PACKAGE / "engine/backend.py", *(PACKAGE / "backends").glob("*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.ClassDef) or "Protocol" not in map(ast.unparse, node.bases):
+                continue
+            source = "".join(file.read_text() for file in sources.get(node.name, bases))
+            for member in node.body:
+                name = member.target.id if isinstance(member, ast.AnnAssign) else getattr(member, "name", "")
+                if name and name != "verls_forward_backward":  # PrefixEngine's
+                    assert f"self.{name} = " in source or f"def {name}(" in source, f"{node.name}.{name} is gone"
+                    found += 1
+    assert found >= 19
+    losses = (Path(verl.__file__).parent / "trainer/distillation/megatron/losses.py").read_text()
+    assert "preprocess_thd_engine(" in losses, "it pads the teacher's rows, and is replaced while it would"
+
+
 def test_metric_has_values_and_aggregation():
     from verl.utils.metric import AggregationType, Metric
 

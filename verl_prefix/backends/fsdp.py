@@ -55,6 +55,10 @@ class FSDPBackend(HFBackend):
         return FSDPStockPath(self._engine, self.ranks, self._unfused, self.replay)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._engine._autocast_dtype
+
+    @property
     def stock_facts(self) -> StockFacts:
         return self._stock_path.facts
 
@@ -68,6 +72,10 @@ class FSDPBackend(HFBackend):
         checkpointed = engine.model_config.enable_gradient_checkpointing
         world = torch.distributed.get_world_size()
         return Memory.of_fsdp(engine.engine_config, world, checkpointed, self.ranks.slices, options)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        scaler = self._engine.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         return self._engine._gradient_sync_context(is_last_micro_batch=last)

@@ -69,9 +69,9 @@ class HFBackend(Backend):
         check_dropout(self._engine.module)
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
-        # Set where verl's FSDP engine builds its module; engines that build their own may not.
-        return getattr(self._engine, "_autocast_dtype", torch.bfloat16)
+        """The dtype of autocast; in fp32 there is none."""
 
     @property
     def config(self) -> Any:
@@ -108,8 +108,7 @@ class HFBackend(Backend):
         return runner.forward.model.expert_loads.metrics(self.ranks.sum_over_ranks)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        scaler = getattr(self._engine, "scaler", None)  # of fp16
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        loss.backward()
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.dtype == torch.float32:

@@ -69,6 +69,8 @@ class VerlMegatronEngine(VerlEngine, Protocol):
 
     def _lm_head_logits_processor(self, *tensors: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]: ...
 
+    def _routed_num_tokens(self, data: TensorDict) -> torch.Tensor: ...
+
 
 class MegatronBackend(Backend):
     """verl's MegatronEngine.

@@ -26,9 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class VerlFSDPEngine(VerlHFEngine, Protocol):
-    """verl's FSDPEngine itself."""
+    """verl's FSDPEngine itself. Its `scaler` scales losses in fp16, and is None in other dtypes."""
 
     use_remove_padding: bool
+    scaler: Any
+    _autocast_dtype: torch.dtype
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[Any, Any]: ...
 

@@ -35,6 +35,10 @@ class VeOmniBackend(HFBackend):
     (veomni/distributed/moe/moe_layer.py). All ranks run the same passes, one by one.
     """
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(self._engine, "_autocast_dtype", torch.bfloat16)  # as verl reads it, which does not set it here
+
     @functools.cached_property
     def shape(self) -> ModelShape:
         return model_shape(self._engine.module, self.dtype, self._engine.engine_config.expert_parallel_size)
