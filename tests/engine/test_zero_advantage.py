@@ -114,7 +114,8 @@ def _against_stock(models: dict, case: str) -> tuple[dict[str, float], dict]:
         errors["pg_loss"] = max(errors.get("pg_loss", 0.0), abs(mine - logged) / max(abs(logged), 1e-30))
     assert all("prefix/zero_advantage_rows" not in one for one in kept["metrics"])
     rows = sum(one["prefix/zero_advantage_rows"][0] for one in ours["metrics"])
-    return errors, {"rows": rows, "tokens": ours["tokens"], "kept": kept["tokens"]}
+    in_passes = sum(one[f"prefix/{name}"][0] for one in ours["metrics"] for name in ("groups", "stock_rows"))
+    return errors, {"rows": rows, "tokens": ours["tokens"], "kept": kept["tokens"], "in_passes": in_passes}
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,7 @@ def test_an_update_without_rows_of_no_advantage_is_stocks(ranks, models, world, 
     rows = {told["rows"] for _, told in found}
     if world == 2 or CASES[case]["dead"] != ("e", "f"):  # which are of the second rank
         assert tokens < kept and len(rows) == 1 and rows.pop() > 0
+    assert all((told["in_passes"] == 0) == case.startswith("all_dead") for _, told in found)
 
 
 def _named(data, uids: tuple[str, ...]) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from verl_prefix.core.group_parts import leave_out
 from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner
@@ -16,17 +17,22 @@ _SECONDS = {"wave": "phase_b"}  # of core's phases those whose seconds have anot
 def plan_metrics(
     rows: BatchRows, groups: Sequence[Group], plan: Plan, runner: PlanRunner, loss: Loss
 ) -> dict[str, float]:
-    """Returns this rank's metrics of one mini-batch, in which rows of padding share nothing."""
+    """Returns this rank's metrics of one mini-batch, in which rows of padding share nothing.
+
+    Args:
+        groups: of all rows, dead ones among them: these count as saved tokens, and as rows of no pass.
+    """
     groups = rows.without_padding(groups)
     computed = sum(
         planned.tokens_of(group) for planned in plan.all_passes for group in rows.without_padding(planned.groups)
     )
     num_logical = sum(group.num_logical_tokens for group in groups)
+    in_passes, _ = leave_out(groups, rows.dead)
     phases = Counter(planned.phase for planned in plan.all_passes if planned.groups)  # dummies have none
     metrics: dict[str, float] = {
         "prefix/attention_kept": runner.forward.keep_attention,
-        "prefix/groups": sum(group.is_shared for group in groups),
-        "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
+        "prefix/groups": sum(group.is_shared for group in in_passes),
+        "prefix/stock_rows": sum(len(group.rows) for group in in_passes if not group.is_shared),
         "prefix/tree_depth": max(
             (len([*group.strands_before(fork)]) for group in groups for fork in group.forks), default=0
         ),
