@@ -757,7 +757,7 @@ def _names_another_ranks_layer(models: dict) -> None:
 
 def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
     """Whether predicted_speedup is among the metrics, and stock_rows: of log-probs by `auto`, of rows that need stock's
-    path, and of an update after a missed self-check; each has a row of padding."""
+    path, of an update whose self-check misses, and of one after that; each has a row of padding."""
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.engine.planner import StockPath
@@ -770,8 +770,13 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
             tu.assign_non_tensor(data, force_group_size=size)
             found.append(engine.infer_batch(data.copy())["metrics"])
     tu.assign_non_tensor(data, force_group_size=1)
-    engine._verification.failure = StockPath("the self-check missed")
+    missed = StockPath("the self-check missed")
     with engine.train_mode(disable_auto_offload=True):
+        with mock.patch.object(engine._verification, "check", lambda *args: (missed, {"prefix/verify_log_probs": 9.0})):
+            metrics = engine.forward_backward_batch(data.copy(), _loss({}))["metrics"]
+        assert metrics["prefix/verify_log_probs"] == [9.0]
+        found.append(metrics)
+        engine._verification.failure = missed
         found.append(engine.forward_backward_batch(data.copy(), _loss({}))["metrics"])
     return [("prefix/predicted_speedup" in metrics, metrics["prefix/stock_rows"][0]) for metrics in found]
 
@@ -787,7 +792,7 @@ def _reasons_for_stock(models: dict) -> list[str]:
 def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
     """What two updates say, and passes A of the second."""
     from verl_prefix import versions
-    from verl_prefix.engine import planner
+    from verl_prefix.engine import plan_advice
 
     versions.WARNED.clear()
     groups = {"groups": [(uid, 20, [6, 7], "") for uid in "abcde"]}
@@ -801,7 +806,7 @@ def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
         return run_plan(rows, groups, path, *args, **more)
 
     with (
-        mock.patch.object(planner.logger, "warning", lambda text, *values: said.append(text % values)),
+        mock.patch.object(plan_advice.logger, "warning", lambda text, *values: said.append(text % values)),
         mock.patch.object(engine, "run_plan", seen),
         engine.train_mode(disable_auto_offload=True),
     ):
@@ -913,7 +918,7 @@ def test_an_update_takes_stocks_path_as_its_log_probs_did_and_the_log_says_so(on
 
 
 def test_what_a_batch_reports_of_its_path_is_its_own_and_leaves_padding_out(one_rank):
-    assert one_rank(_paths_of_batches) == [[(True, 0.0), (False, 2.0), (False, 2.0)]]
+    assert one_rank(_paths_of_batches) == [[(True, 0.0), (False, 2.0), (False, 2.0), (False, 2.0)]]
 
 
 @pytest.mark.more

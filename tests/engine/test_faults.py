@@ -99,7 +99,7 @@ def _searches(path: str) -> list[tuple[str, int]]:
     for error in (torch.OutOfMemoryError, RuntimeError):
         engine = _engine("prefix", path, PHASED)
         _break(engine, 3, True, error)
-        error_of_search = torch.OutOfMemoryError("search")
+        error_of_search = ValueError("search")
         with mock.patch.object(PassResults, "report_not_finite", side_effect=error_of_search) as search:
             with pytest.raises(RuntimeError) as raised:
                 _update(engine, 0, PHASED)
@@ -560,7 +560,7 @@ def test_a_rank_whose_wave_is_a_dummy_is_not_told_to_shorten_waves():
     plan = make_plan([Group.of_prompt((0, 1), 30, (20, 30))], 100, "packed")
     with (
         pytest.raises(torch.OutOfMemoryError) as raised,
-        out_of_memory_advice(plan, Memory(checkpointed=False), "actor", PrefixConfig(), False),
+        out_of_memory_advice(plan, Memory(checkpointed=False), "actor_rollout_ref.actor", PrefixConfig(), False, True),
     ):
         with PassNote("wave", [], "wave 1 of 1"):
             raise torch.OutOfMemoryError("injected")
@@ -588,7 +588,8 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
     """Chunks of 4096 logits are less than all only of longer passes."""
     kept = Memory(2, True, False, None, False, attention_kept=attention, all_logits=True)
     plan = make_plan([Group.of_prompt((0, 1), 30, (suffix, suffix))], 10**5, "packed")
-    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, kept, "", PrefixConfig(), False):
+    args = plan, kept, "", PrefixConfig(), False, True
+    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(*args):
         failed = torch.OutOfMemoryError("injected")
         failed.prefix_phase = "packed"
         raise failed
@@ -608,31 +609,34 @@ def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
     for options, is_advised in ((PrefixConfig(), True), (PrefixConfig(schedule="phased", offload=True), False)):
         with (
             pytest.raises(torch.OutOfMemoryError) as error,
-            out_of_memory_advice(plan, Memory(checkpointed=not is_advised), "actor", options, False),
+            out_of_memory_advice(
+                plan, Memory(checkpointed=not is_advised), "actor_rollout_ref.actor", options, False, True
+            ),
         ):
             failed = torch.OutOfMemoryError("injected")
             failed.prefix_phase = phase
             raise failed
         (note,) = error.value.__notes__
-        helps = "offload parameters" if phase == "wave" else "lower ppo_max_token_len_per_gpu"
+        helps = "offload parameters" if phase == "wave" else "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
         assert (advised in note) == is_advised and helps in note
 
 
 @pytest.mark.parametrize(
-    ("schedule", "phase", "note"),
+    ("schedule", "phase", "counts_tokens", "note"),
     [
-        ("packed", None, "verl_prefix: lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu"),
+        ("packed", None, False, "verl_prefix: lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
         (
-            "phased", "packed", "verl_prefix: set actor_rollout_ref.actor.prefix.offload=True, or set actor_rollout_ref"
-            ".model.enable_gradient_checkpointing=True, or lower ppo_max_token_len_per_gpu or "
-            "ppo_micro_batch_size_per_gpu",
+            "phased", "packed", True, "verl_prefix: set actor_rollout_ref.actor.prefix.offload=True, or set "
+            "actor_rollout_ref.model.enable_gradient_checkpointing=True, or lower "
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         ),
     ],
     ids=["outside of passes, as where gradients are reduced", "nested, so that the group is phased already"],
 )  # fmt: skip
-def test_out_of_memory_advises_what_helps_there(schedule, phase, note):
+def test_out_of_memory_advises_what_helps_there(schedule, phase, counts_tokens, note):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, schedule)
-    advice = out_of_memory_advice(plan, Memory(checkpointed=False), "actor", PrefixConfig(), False)
+    args = plan, Memory(checkpointed=False), "actor_rollout_ref.actor", PrefixConfig(), False, counts_tokens
+    advice = out_of_memory_advice(*args)
     with pytest.raises(torch.OutOfMemoryError) as error, advice:
         failed = torch.OutOfMemoryError("injected")
         if phase is not None:
@@ -644,18 +648,19 @@ def test_out_of_memory_advises_what_helps_there(schedule, phase, note):
 RECOMPUTE = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute"
 
 
-@pytest.mark.parametrize(("phase", "division", "forward_only", "note"), [
-    ("phase_a", False, True, "verl_prefix: lower log_prob_max_token_len_per_gpu or log_prob_micro_batch_size_per_gpu"),
+@pytest.mark.parametrize(("role", "phase", "division", "forward_only", "note"), [
+    ("ref", "phase_a", False, True, "verl_prefix: lower actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
+    ("actor", "phase_a", False, True, "verl_prefix: lower actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"),
     (
-        "phase_c", True, False,
+        "actor", "phase_c", True, False,
         f"verl_prefix: set {RECOMPUTE}_granularity=full, {RECOMPUTE}_method=uniform and {RECOMPUTE}_num_layers=1, or "
-        "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu",
+        "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     ),
 ])  # fmt: skip
-def test_out_of_memory_names_keys_that_act_on_the_engine_and_in_the_pass(phase, division, forward_only, note):
+def test_out_of_memory_names_keys_that_act_on_the_engine_and_in_the_pass(role, phase, division, forward_only, note):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
     kept = Memory(2, False, False, None, False, division=Division(2) if division else None)
-    args = plan, kept, "actor_rollout_ref.actor", PrefixConfig(), forward_only
+    args = plan, kept, f"actor_rollout_ref.{role}", PrefixConfig(), forward_only, True
     with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(*args):
         failed = torch.OutOfMemoryError("injected")
         failed.prefix_phase = phase
@@ -675,7 +680,7 @@ def test_out_of_memory_in_a_critic_names_its_keys(phase, key):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
     with (
         pytest.raises(torch.OutOfMemoryError) as error,
-        out_of_memory_advice(plan, Memory(checkpointed=False), "critic", PrefixConfig(), False),
+        out_of_memory_advice(plan, Memory(checkpointed=False), "critic", PrefixConfig(), False, True),
     ):
         failed = torch.OutOfMemoryError("injected")
         failed.prefix_phase = phase

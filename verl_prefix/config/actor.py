@@ -51,13 +51,21 @@ def role_of(engine: Any) -> str:
     return f"actor_rollout_ref.{'ref' if engine.get('forward_only') else 'actor'}"
 
 
-def tokens_key(role: str, forward_only: bool) -> str:
-    """The key of the tokens of a pass, of a role as of `role_of`. verl's v1 trainers read one for all of a critic's
-    passes, its other ones that of the actor's name for updates."""
+def pass_size_key(role: str, forward_only: bool, counts_tokens: bool = True) -> str:
+    """Returns the key of a pass's size.
+
+    Args:
+        role: as `role_of` returns it. The actor's log-probs are sized by a key of the rollout.
+        counts_tokens: `use_dynamic_bsz`. A critic's passes are always sized by tokens; verl's v1 trainers read one key
+            for all of them, and its other trainers read another one for updates.
+    """
     if role == "critic":
         of_updates = "" if forward_only else " (critic.ppo_max_token_len_per_gpu with trainer.use_v1=false)"
         return f"+critic.ppo_infer_max_token_len_per_gpu{of_updates}"
-    return "log_prob_max_token_len_per_gpu" if forward_only else "ppo_max_token_len_per_gpu"
+    size = "max_token_len_per_gpu" if counts_tokens else "micro_batch_size_per_gpu"
+    if not forward_only:
+        return f"{role}.ppo_{size}"
+    return f"{role if role.endswith('ref') else 'actor_rollout_ref.rollout'}.log_prob_{size}"
 
 
 def refuse_padding(key: str, engine: Any) -> None:

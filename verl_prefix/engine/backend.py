@@ -97,15 +97,17 @@ class StockFacts(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """Router replay: tokens go to the experts that they went to in the rollout (mode R3), or in old log-probs (R2),
-    which record them. A token without a record names one expert k times, as zeros do, or on Megatron -1. For such a
-    token the router chooses (`models.replay.chosen_experts`).
+    """Router replay. In mode R3 each token goes to the experts that it went to in the rollout. In mode R2 it goes to
+    those of old log-probs, whose passes record them.
+
+    For a token without a record the router chooses (`models.replay.chosen_experts`). Its routes name one expert k
+    times, as zeros do. On Megatron they may also be -1.
 
     Attributes:
         mode: verl's.
-        layers: how many a token's routes have: all of the model's, with experts or without. What Megatron records has
-            those with experts alone.
-        chosen: how many experts a token goes to in a layer.
+        layers: how many layers a token's routes have: all layers of the model, with experts or without. Routes that
+            Megatron records have only the layers with experts.
+        chosen: k, how many experts a token goes to in a layer.
     """
 
     mode: Literal["R2", "R3"]

@@ -25,27 +25,27 @@ class LossKind(NamedTuple):
     """What is known of a loss function.
 
     Attributes:
-        fields: names of what the loss reads besides outputs and tokens; None: it may read all fields of the batch.
+        reads: names of the batch's fields that the loss reads besides tokens; None: it may read all fields.
         is_verls: whether it is one of verl's own: of `LOSSES_OF_ROWS`, or a critic's. They sum over rows, and read only
             tokens whose response_mask is 1.
         of_values: whether it is a critic's.
         distills: whether it is distillation_ppo_loss, which verl also calls with logits (as `processor`).
-        needs_a_token: whether it raises where no token counts.
+        needs_a_token: whether it raises where no token counts: where response_mask is 0 in all rows.
     """
 
-    fields: Set[str] | None
+    reads: Set[str] | None
     is_verls: bool = False
     of_values: bool = False
     distills: bool = False
     needs_a_token: bool = False
 
 
-def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind:
+def _kind_of(function: LossFunction | None, reads: Set[str] | None) -> LossKind:
     """Finds what is known of a loss: little, unless it is verl's own and a sum over rows. verl's losses of distillation
     are sums over tokens, and so over rows.
 
     Args:
-        fields: `LossKind.fields` of a loss that is not verl's own.
+        reads: `LossKind.reads` of a loss that is not verl's own.
 
     Source: verl/workers/utils/losses.py (ppo_loss), verl/trainer/ppo/core_algos.py (compute_policy_loss_<mode>),
     verl/trainer/distillation/losses.py (distillation_ppo_loss). These raise where no token counts:
@@ -55,7 +55,7 @@ def _kind_of(function: LossFunction | None, fields: Set[str] | None) -> LossKind
     if function is None:
         return LossKind({"temperature"})
     distills = getattr(function, "func", None) is distillation_ppo_loss
-    unknown = LossKind(fields, distills=distills, needs_a_token=distills)  # of a function that is not verl's own
+    unknown = LossKind(reads, distills=distills, needs_a_token=distills)  # of a function that is not verl's own
     if not isinstance(function, functools.partial) or "config" not in function.keywords:
         return unknown
     if function.func is value_loss:  # of every token by itself, summed by agg_loss
@@ -87,13 +87,15 @@ def _has_verls(loss_of_mode: Callable[[str], Callable[..., Any]], mode: str) -> 
 
 
 def _loss_or_zero(function: LossFunction, /, **given: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Calls a loss as verl calls it; see `Loss.for_stock`. verl joins micro-batches by each `Metric` of their losses,
-    and the loss alone knows which it has. So where no token counts it runs as if one did, and its values are thrown
-    away. Metrics that are floats are left out."""
+    """Calls a loss as verl calls it. Where no token counts it returns a loss of 0 and `neutral` metrics.
+
+    verl needs the same metrics of every micro-batch, and only the loss knows which these are. So the loss runs as if
+    one token counted. Its names are taken and its values are not. Metrics that are floats are left out.
+    """
     data, output = given.get("data"), given.get("model_output")
     if output is None or data is None:  # verl also calls the loss of top-k distillation with logits
         return function(**given)
-    if data["response_mask"].any() or not data["response_mask"].numel():  # of empty responses alone verl's raises
+    if data["response_mask"].any() or not data["response_mask"].numel():  # for empty responses alone verl's raises
         return function(**given)
     mask = data["response_mask"].clone()
     (mask.values() if mask.is_nested else mask.view(-1))[0] = 1
@@ -122,17 +124,16 @@ class Loss:
 
     Args:
         function: as verl's engines get it; None: outputs alone are wanted, and the loss is 1.
-        fields: `LossKind.fields` of a function that is not verl's own.
+        reads: `LossKind.reads` of a function that is not verl's own.
 
     Attributes:
         kind: what is known of the function.
-        is_known: whether it is known what the function reads: one of verl's own, or none. Any other may read what does
-            not travel.
+        is_known: whether the function is one of verl's own, or None. Any other may read what does not travel.
     """
 
-    def __init__(self, function: LossFunction | None, fields: Set[str] | None = None) -> None:
+    def __init__(self, function: LossFunction | None, reads: Set[str] | None = None) -> None:
         self.function = function
-        self.kind = _kind_of(function, fields)
+        self.kind = _kind_of(function, reads)
         self.is_known = function is None or self.kind.is_verls
 
     def warn_of_limits(self) -> None:
@@ -147,23 +148,23 @@ class Loss:
 
     def floats(self, data: TensorDict) -> dict[str, torch.Tensor]:
         """Values of `data` from which a NaN can get into the loss."""
-        read = self.kind.fields
+        read = self.kind.reads
         names = sorted(data.keys() if read is None else read & set(data.keys()))
         floats = {name: data[name] for name in names if isinstance(data[name], torch.Tensor)}
         return {name: x.values() if x.is_nested else x for name, x in floats.items() if x.is_floating_point()}
 
     def needs_masked_outputs(self, data: TensorDict) -> bool:
-        """Whether somebody reads outputs of tokens whose response_mask is 0. Nobody does if the loss is verl's own of
-        policies, the batch has response_mask and old_log_probs, and all that the loss reads is finite. Where something
-        is not finite, masked tokens are computed, too: on the stock path a masked NaN spoils the update, and ours must
-        not hide it. So are a critic's, whose head is cheap."""
+        """Whether the loss needs outputs of tokens whose response_mask is 0. verl's losses of policies do not, if the
+        batch has response_mask and old_log_probs, and if all that the loss reads is finite. If something is not finite,
+        masked tokens are computed as well: on the stock path a masked NaN spoils the update, and ours must not hide
+        it. A critic's loss gets them, too, since its head is cheap."""
         if not self.kind.is_verls or self.kind.of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
     def for_stock(self) -> LossFunction | None:
-        """Returns the function as the stock path calls it. verl's would raise where no token of a micro-batch counts,
-        as in one of padding alone. There the returned one gives 0 and `neutral` metrics."""
+        """Returns the function as the stock path calls it. verl's loss may raise where no token of a micro-batch
+        counts, as in one of padding alone. The returned function gives 0 there, and `neutral` metrics."""
         if self.function is None or not self.kind.needs_a_token:
             return self.function
         return functools.partial(_loss_or_zero, self.function)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from verl_prefix.auto.cost import Memory
-from verl_prefix.config.actor import tokens_key
+from verl_prefix.config.actor import pass_size_key
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.errors import add_note
 from verl_prefix.core.forward import LOGITS_CHUNK
@@ -39,13 +39,13 @@ def _settings(plan: Plan, keeps: Memory) -> list[str]:
     return settings
 
 
-def _advice(phase: str | None, plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool) -> str:
+def _advice(
+    phase: str | None, plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool, size_key: str
+) -> str:
     """Returns what to set after an error in a phase of a pass; None: outside of passes."""
     if settings := _settings(plan, keeps):
         return f"set {' and '.join(settings)}"
-    fewer = f"lower {tokens_key(role, forward_only)}"
-    if role != "critic":
-        fewer += f" or {'log_prob' if forward_only else 'ppo'}_micro_batch_size_per_gpu"
+    fewer = f"lower {size_key}"
     if phase is None:  # as where gradients are reduced, or outputs joined
         return fewer
     phased = [] if options.schedule == "phased" else [f"set {_PREFIX}.schedule=phased"]
@@ -70,19 +70,21 @@ def _advice(phase: str | None, plan: Plan, keeps: Memory, role: str, options: Pr
 
 @contextmanager
 def out_of_memory_advice(
-    plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool
+    plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool, counts_tokens: bool
 ) -> Iterator[None]:
     """Context of a plan's passes, which adds a note on what to set to an OutOfMemoryError.
 
     Args:
         keeps: what the passes keep.
         role: the engine's, a key that `config.actor.role_of` returns.
+        counts_tokens: whether the size of a pass is set in tokens, by `use_dynamic_bsz`; else it is set in rows.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         phase = getattr(error, "prefix_phase", None)
-        add_note(error, f"verl_prefix: {_advice(phase, plan, keeps, role, options, forward_only)}")
+        size_key = pass_size_key(role, forward_only, counts_tokens)
+        add_note(error, f"verl_prefix: {_advice(phase, plan, keeps, role, options, forward_only, size_key)}")
         raise
 
 

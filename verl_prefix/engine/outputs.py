@@ -52,8 +52,8 @@ class _Teacher(NamedTuple):
 
     Attributes:
         rows: by names of `TEACHER`.
-        row_of_token: [N] int64, which of these rows is each token's. A token outside of suffixes has that of the
-            batch's last token.
+        row_of_token: [N] int64, which of these rows is each token's. All tokens outside of suffixes have the last one:
+            nobody reads their outputs.
     """
 
     rows: dict[str, torch.Tensor]
@@ -63,8 +63,9 @@ class _Teacher(NamedTuple):
     def of(cls, rows: BatchRows, device: Any) -> "_Teacher":
         """Takes the teacher's rows of a batch to the device."""
         offsets, num_tokens = rows.offsets[:-1], rows.offsets[-1]
-        spans = zip(offsets, rows.prompt_lens, rows.response_lens, strict=True)
-        places = ranges([*((start + n - 1, length) for start, n, length in spans), (num_tokens - 1, 1)])
+        lens = zip(offsets, rows.prompt_lens, rows.response_lens, strict=True)
+        suffixes = [(start + prompt_len - 1, response_len) for start, prompt_len, response_len in lens]
+        places = ranges([*suffixes, (num_tokens - 1, 1)])
         row_of_token = torch.full((num_tokens,), len(places) - 1)
         row_of_token[places] = torch.arange(len(places))
         values = {name: rows.data[name].values() for name in TEACHER}
@@ -93,18 +94,13 @@ class TokenOutputs:
         processor: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         self._backend, self._rows, self._processor = backend, rows, processor
-        self._device, data = get_device_id(), rows.data
-        self._flags = flags_of(data)
+        self._device = get_device_id()
+        self._flags = flags_of(rows.data)
         self.names = backend.output_names(self._flags)
         is_read = None if needs_masked_outputs else self._mask_of_suffixes()
-        # What response tokens without an output get in its place, [N], see `scatter_to_rows`.
-        self._old_log_probs: torch.Tensor | None = None
-        if (is_read is not None or rows.dead) and "log_probs" in self.names:
-            # A loss may not read old log-probs (gpg), and then masks a NaN of theirs no more than one of ours.
-            self._old_log_probs = rows.at_suffixes("old_log_probs").nan_to_num(0.0, 0.0, 0.0)
+        self._old_log_probs = self._substitutes(is_read)
         self.tokens = self._token_batch(self._without_last_tokens(is_read) if last_tokens else is_read)
-        temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=self._device).expand(len(data))
-        self._token_temperature = temperature.repeat_interleave(data["input_ids"].offsets().diff().to(self._device))
+        self._token_temperature = self._temperatures()
         self._teacher = _Teacher.of(rows, self._device) if self._flags["distillation_use_topk"] else None
         self._offsets: dict[int, torch.Tensor] = {}  # [0, n] by n
         # Scratch of `scatter_to_rows`, [N]: each call writes the entries of its own rows, and reads no others.
@@ -114,6 +110,22 @@ class TokenOutputs:
         """Marks suffix tokens with a response_mask: [N] bool; None where all have one."""
         mask = self._rows.at_suffixes("response_mask").bool()
         return None if int(mask.sum()) == sum(self._rows.response_lens) else mask
+
+    def _substitutes(self, is_read: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the log-probs of response tokens that have no output, [N]: their old ones. None: every response token
+        has an output, or none of a token is a log-prob.
+
+        A NaN becomes 0. A loss that does not read old log-probs (gpg) would not mask it.
+        """
+        if "log_probs" not in self.names or (is_read is None and not self._rows.dead):
+            return None
+        return self._rows.at_suffixes("old_log_probs").nan_to_num(0.0, 0.0, 0.0)
+
+    def _temperatures(self) -> torch.Tensor:
+        """Returns the temperature of each token, [N] float32."""
+        data = self._rows.data
+        temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=self._device).expand(len(data))
+        return temperature.repeat_interleave(data["input_ids"].offsets().diff().to(self._device))
 
     def _without_last_tokens(self, is_read: torch.Tensor | None) -> torch.Tensor:
         """Returns `is_read` (None: all are read) without each row's last token, whose output nobody reads."""
@@ -192,9 +204,11 @@ class TokenOutputs:
     def scatter_to_rows(
         self, packed_row: PackedRow, outputs: torch.Tensor, offsets: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Puts each output at its place in its row, in verl's nested full-length form. Prompts get zeros. A response
-        token has no output where lm_head skips it or its row is dead. It gets entropy 0 and its old log-prob: the loss
-        masks the token, or multiplies it by 0, and nobody gets its outputs back.
+        """Puts each output at its place in its row, in verl's nested full-length form. Prompts get zeros.
+
+        A response token has no output if lm_head skips it, or if its row is dead. Such a token gets entropy 0 and its
+        old log-prob. No result depends on these values: the loss masks the token, or multiplies it by an advantage of
+        0, and outputs are not given back.
 
         Args:
             packed_row: of a pass.

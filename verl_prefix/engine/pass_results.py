@@ -17,7 +17,7 @@ from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.fields import ROUTES, TEACHER
 from verl_prefix.engine.loss import Loss, PassLoss
-from verl_prefix.engine.metrics.even_metrics import add_missing_sums, even_out
+from verl_prefix.engine.metrics.even_metrics import add_missing_sums, even_out, reported_metrics
 from verl_prefix.engine.outputs import TokenOutputs
 from verl_prefix.engine.rows import BatchRows, select_rows
 
@@ -41,13 +41,13 @@ class _PassRows(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What a pass left.
+    """What is kept of a pass.
 
     Attributes:
         numbers: of its rows.
         loss: detached, [].
-        metrics: of the loss, by name.
-        counts: whether the metrics are reported: the loss made some, of more than hidden padding.
+        metrics: `PassLoss.metrics`.
+        is_hidden: whether all its rows are hidden padding.
         outputs: of the rows, jagged [rows, tokens] by name; None: they are not wanted back.
         finite: whether the loss, the outputs, and all that the loss read are finite, [] bool.
         bad_rows: by name of an output, which rows have one that is not finite, [rows] bool.
@@ -56,8 +56,8 @@ class _Result(NamedTuple):
 
     numbers: list[int]
     loss: torch.Tensor
-    metrics: dict[str, Any]
-    counts: bool
+    metrics: dict[str, Any] | None
+    is_hidden: bool
     outputs: dict[str, torch.Tensor] | None
     finite: torch.Tensor
     bad_rows: dict[str, torch.Tensor]
@@ -77,12 +77,8 @@ def micro_batch_of(loss: Loss, data: TensorDict, numbers: Sequence[int]) -> Tens
 
 
 class PassResults:
-    """Results of a mini-batch's passes, which the runner hands to `step`. Every rank must report metrics of the loss.
-
-        rows of a pass            rows that the loss gets      its metrics are reported
-        with hidden padding       all others                   yes
-        hidden padding alone      all                          if this rank has no others
-        no token that counts      none: the loss is 0          there are none (`Loss.__call__`)
+    """Results of a mini-batch's passes, which the runner hands to `step`. Every rank reports the same metrics of the
+    loss (`even_metrics`).
 
     Args:
         rows: the mini-batch's, on this rank.
@@ -141,8 +137,8 @@ class PassResults:
         result = _Result(
             numbers=rows.numbers,
             loss=pass_loss.loss.detach(),
-            metrics=pass_loss.metrics or {},
-            counts=pass_loss.metrics is not None and any(row not in self._hidden for row in rows.numbers),
+            metrics=pass_loss.metrics,
+            is_hidden=self._hidden.issuperset(rows.numbers),
             outputs=outputs if self._returns_outputs else None,
             finite=finite,
             bad_rows={name: _has_bad_value(values) for name, values in outputs.items()},
@@ -167,12 +163,11 @@ class PassResults:
         return output, num_not_finite
 
     def _add_idle_groups(self, plan: Plan) -> None:
-        """Makes a result of the idle groups, which no pass computes, in two cases.
+        """Makes a result of the idle groups, which no pass computes. It is needed in two cases.
 
-        - Outputs are wanted. verl puts rows back by their numbers, and needs an output of these rows, too, though an
-          empty one.
-        - This rank has no other rows. Then the loss is called, since every rank must report the same metrics
-          (`even_metrics`). It may return NaN for no token, which counts as finite here.
+        - Outputs are wanted back. verl then needs an output of every row, though an idle row's is empty.
+        - This rank has no other rows. Then the loss is called with the idle ones, since every rank must report the same
+          metrics. Where no token counts the loss may be NaN. That NaN is not reported: it is no defect of the run.
         """
         is_alone = not self._results
         if not plan.idle_groups or not (self._returns_outputs or is_alone):
@@ -187,11 +182,11 @@ class PassResults:
 
     def _joined(self, plan: Plan) -> tuple[dict[str, Any], int]:
         """Joins all results to verl's output; returns it, and how many of them had anything not finite."""
-        # If only padding has metrics, they stay: verl needs some of every rank.
-        only_padding = not any(result.counts for result in self._results)
+        metrics_of_passes = reported_metrics(
+            [result.metrics for result in self._results], [result.is_hidden for result in self._results]
+        )
         outputs = []
-        for result in self._results:
-            metrics = result.metrics if result.counts or only_padding else {}
+        for result, metrics in zip(self._results, metrics_of_passes, strict=True):
             output: dict[str, Any] = {"loss": result.loss.item(), "metrics": metrics}
             if result.outputs is not None:
                 output["model_output"] = result.outputs

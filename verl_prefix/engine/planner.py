@@ -1,9 +1,7 @@
 """How a batch is computed: by a plan of shared passes, or on the stock path, for a reason that is logged once."""
 
 import functools
-import logging
-from collections.abc import Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,22 +11,16 @@ from verl_prefix.auto.calibration import measure
 from verl_prefix.auto.chooser import Choice, Chooser, Workload
 from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.cost_model import CostModel
-from verl_prefix.config.actor import tokens_key
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.group_parts import leave_out
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels.cuda_rules import is_deterministic
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan
-from verl_prefix.core.planning import leaves_room
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss
-from verl_prefix.engine.outputs import flags_of, is_unscaled
+from verl_prefix.engine.plan_advice import tell_of_bubble, tell_of_long_rows, tell_of_wave_tokens
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.versions import warn_once
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,30 +53,39 @@ class SharedPath:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def cost_model_of(backend: Backend, options: PrefixConfig) -> CostModel:
+    """Makes the cost model of an engine that has its model."""
+    stock_facts = backend.stock_facts
+    return CostModel(
+        shape=backend.shape,
+        dense_mask=stock_facts.dense_mask,
+        wave_tokens=options.wave_tokens,
+        # Where the stock path cannot be sharded, each rank of a slice group computes every token there. Then sharing
+        # always gains, and no speedup is asked for.
+        min_speedup=0 if stock_facts.wrong_when_sharded else options.min_speedup,
+        memory=backend.memory(options),
+        one_row=stock_facts.separates_rows,
+    )
+
+
 class Planner:
-    """Plans an engine's batches, once the engine has its model. Only engines that share have one.
+    """Plans an engine's batches, once the engine has its model.
 
     Args:
+        costs: the engine's, by `cost_model_of`.
+        stock_fits: whether passes of the stock path fit this rank's device (`Headroom.fits`).
         role: the engine's, a key that `config.actor.role_of` returns.
     """
 
-    def __init__(self, backend: Backend, options: PrefixConfig, role: str) -> None:
-        self._backend, self._options, self._role = backend, options, role
+    def __init__(
+        self, backend: Backend, options: PrefixConfig, costs: CostModel,
+        stock_fits: Callable[[Sequence[PassCost]], bool], role: str,
+    ) -> None:  # fmt: skip
+        self._backend, self._options, self._costs, self._role = backend, options, costs, role
         self._stock_facts = backend.stock_facts
-        self._costs = CostModel(
-            shape=backend.shape,
-            dense_mask=self._stock_facts.dense_mask,
-            wave_tokens=options.wave_tokens,
-            # Where the stock path cannot be sharded, each rank of a slice group computes every token there. Then
-            # sharing always gains, and no speedup is asked for.
-            min_speedup=0 if self._stock_facts.wrong_when_sharded else options.min_speedup,
-            memory=backend.memory(options),
-            one_row=self._stock_facts.separates_rows,
-        )
-        self._headroom = Headroom(backend, self._costs)
-        self._chooser = self._new_chooser() if options.schedule == "auto" else None
+        self._chooser = self._new_chooser(stock_fits) if options.schedule == "auto" else None
 
-    def _new_chooser(self) -> Chooser:
+    def _new_chooser(self, stock_fits: Callable[[Sequence[PassCost]], bool]) -> Chooser:
         """Makes what chooses between paths. Every rank calls it."""
         backend, costs = self._backend, self._costs
 
@@ -106,8 +107,7 @@ class Planner:
             # No clock, which would choose differently from run to run, or would measure how long a pipeline fills.
             flops = costs.flops()
             known = flops if backend.trains else {"forward": flops["forward"]}
-        reduce_max = backend.ranks.max_over_ranks
-        return Chooser(costs, known, measure=rates, reduce_max=reduce_max, stock_fits=self._headroom.fits)
+        return Chooser(costs, known, measure=rates, reduce_max=backend.ranks.max_over_ranks, stock_fits=stock_fits)
 
     def only_stock_path(self, given: BatchRows, loss: Loss) -> StockPath | None:
         """Returns the stock path if this batch can take no other; None: `plan` decides.
@@ -143,9 +143,9 @@ class Planner:
         shared = Workload(groups, given.budget(groups))
         stock = Workload(given.single_rows, given.budget(given.single_rows))
         if not (self._stock_facts.wrong_when_sharded or self._stock_facts.separates_rows):
-            self._tell_long_rows(given, stock.budget, forward_only)
+            tell_of_long_rows(given, stock.budget, self._role, forward_only)
         if groups:  # else no row of this rank says how long a pass is
-            self._tell_waves(shared.budget)
+            tell_of_wave_tokens(self._options, shared.budget, self._role)
         if self._chooser is None:
             choice = Choice(self._costs.plan(*shared, self._options.schedule, forward_only))
         else:
@@ -158,50 +158,12 @@ class Planner:
         plan = replace(choice.plan, idle_groups=(*choice.plan.idle_groups, *idle))
         return SharedPath(plan, self._costs.memory, metrics=metrics)
 
-    def choose_memory(self, path: SharedPath, rows: BatchRows, forward_only: bool) -> SharedPath:
-        """Returns the path with what its passes keep: in an update what every rank's device has room for. Every rank
-        calls it right before these passes.
-
-        Args:
-            rows: the rows that this rank computes.
-        """
-        if forward_only:
-            return path
-        logits_once = self._backend.reads_logits_once(flags_of(rows.data)) and is_unscaled(rows.data)
-        memory = self._headroom.choose_memory(path.plan, self._options.keep_attention, logits_once)
-        return replace(path, memory=memory, meter=self._headroom.new_meter())
-
-    def measured_update(self) -> AbstractContextManager[None]:
-        """Context of an optimizer step with its passes, after which room for later ones is measured."""
-        return self._headroom.measured_update()
-
     def _predicted_bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
         """Returns the share of a batch's time in which the stages of a pipeline are expected to wait, as a metric; {}
-        with one stage. The log tells it once of an update."""
+        with one stage."""
         if self._backend.ranks.stages == 1:
             return {}
         bubble = self._costs.timeline(path, "forward" if forward_only else "update", self._costs.flops()).bubble
-        if not forward_only and torch.distributed.get_rank() == 0:
-            text = "prefix: stages of the pipeline are expected to wait %.0f%% of an update"
-            warn_once(logger, text, 100 * bubble, key=self._role)
+        if not forward_only:
+            tell_of_bubble(bubble, self._role)
         return {"prefix/predicted_bubble": bubble}
-
-    def _tell_long_rows(self, given: BatchRows, budget: int, forward_only: bool) -> None:
-        """Says once that a row alone is over the budget."""
-        if any(a + b > budget for a, b in zip(given.prompt_lens, given.response_lens, strict=True)):
-            warn_once(
-                logger,
-                "prefix: a row alone is over the %d tokens of a pass (of all ranks that share it), where verl's own "
-                "path would stop; raise %s",
-                budget,
-                tokens_key(self._role, forward_only),
-            )
-
-    def _tell_waves(self, budget: int) -> None:
-        """Says once that passes of this budget do not heed `prefix.wave_tokens`."""
-        waves, offload = self._options.wave_tokens, self._options.offload
-        if waves is None or leaves_room(waves, budget, offload):
-            return
-        why = "is over the %d tokens of a pass" if offload else "leaves nothing for prefixes of the %d tokens of a pass"
-        text = f"prefix: prefix.wave_tokens=%d {why}, and is ignored there; set a smaller number, or null"
-        warn_once(logger, text, waves, budget, key=self._role)

@@ -7,9 +7,9 @@ their order. A backend holds what differs between verl's engines.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from verl_prefix.engine.checks.verify import Verification
 from verl_prefix.engine.dead_rows import num_dead
 from verl_prefix.engine.fields import RECORDS, ROUTES, TEACHER, flag
 from verl_prefix.engine.grouping import TreeRule
+from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.metrics.pass_metrics import plan_metrics
 from verl_prefix.engine.metrics.step_metrics import StepMetrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
+from verl_prefix.engine.outputs import flags_of, is_unscaled
 from verl_prefix.engine.pass_results import PassResults
-from verl_prefix.engine.planner import Planner, SharedPath, StockPath
+from verl_prefix.engine.planner import Planner, SharedPath, StockPath, cost_model_of
 from verl_prefix.engine.routes import with_routes
 from verl_prefix.engine.row_checks import check_pixels, check_positions
 from verl_prefix.engine.rows import BatchRows
@@ -45,23 +47,6 @@ from verl_prefix.trace.writer import TraceWriter, open_trace
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class MiniBatch:
-    """A call of `forward_backward_batch`.
-
-    Attributes:
-        given: the rows that verl handed over on this rank.
-        loss: of these rows.
-        forward_only: without gradients.
-        metrics: what was counted so far, by the names of `metric_table`.
-    """
-
-    given: BatchRows
-    loss: Loss
-    forward_only: bool
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class PrefixEngine:
@@ -79,13 +64,11 @@ class PrefixEngine:
     _step_metrics: StepMetrics
     _trace: TraceWriter | None = None
     # From `initialize` on:
+    _headroom: Headroom
     _planner: Planner | None = None  # with prefix.schedule=stock it stays None
-    tree_rule = TreeRule()  # what rows share
-    # Whether rows of an earlier batch were cut by `tree_rule`. Then all later ones are, even those with one turn of a
-    # prompt, so that log-probs and updates share alike.
-    _was_cut = False
+    tree_rule = TreeRule()  # what rows share; each exchange says whether it cut them
 
-    _computes_ref = False  # by the actor without its adapters
+    _computes_ref = False  # by the actor without its adapters: inside of `disable_adapter`
 
     def set_backend(self, backend: Backend, engine_config: Any, model_config: Any) -> None:
         """Ends the constructor, once verl's engine is made by these configs, or by copies of them. What needs the model
@@ -121,7 +104,9 @@ class PrefixEngine:
         if shares:
             ends = frozenset(end_tokens(self.model_config.tokenizer))
             self.tree_rule = TreeRule(self.prefix_config.trees, ends, self.model_config.hf_config)
-            self._planner = Planner(self.backend, self.prefix_config, self._role)
+            costs = cost_model_of(self.backend, self.prefix_config)
+            self._headroom = Headroom(self.backend, costs)
+            self._planner = Planner(self.backend, self.prefix_config, costs, self._headroom.fits, self._role)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -139,62 +124,69 @@ class PrefixEngine:
             data = with_routes(self.backend, data, forward_only, self._computes_ref)
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         given, loss = BatchRows(data), Loss(loss_function)
-        mini_batch = MiniBatch(given, loss, forward_only)
         self._verification.count(forward_only)
         if self._planner is None:
-            return self._take_stock_path(StockPath("prefix.schedule=stock"), mini_batch)
+            return self._take_stock_path(StockPath("prefix.schedule=stock"), given, loss, forward_only, {})
         if (stock_path := self._planner.only_stock_path(given, loss) or self._verification.failure) is not None:
-            return self._take_stock_path(stock_path, mini_batch)
+            return self._take_stock_path(stock_path, given, loss, forward_only, {})
         loss.warn_of_limits()
-        exchange = self._open_exchange(mini_batch)
+        exchange, metrics = self._open_exchange(given, loss, forward_only)
         computed, groups = exchange.computed, exchange.groups
         path = self._planner.plan(given, groups, forward_only, computed.dead, self._computes_ref)
-        mini_batch.metrics |= path.metrics
         if isinstance(path, StockPath):
-            return self._take_stock_path(path, mini_batch)
+            return self._take_stock_path(path, given, loss, forward_only, metrics)
         with together("checking rows"):
             check_positions(computed, self.backend.stock_facts.row_begins)
             check_pixels(computed, self.backend.config)
         self.backend.begin_shared_path(computed)
         computed = self._with_loss_fields(computed)
-        mini_batch.metrics |= self._verification.check(computed, groups, path.plan, loss, forward_only)
-        if self._verification.failure is not None:
-            return self._take_stock_path(self._verification.failure, mini_batch)
-        path = self._planner.choose_memory(path, computed, forward_only)
-        with out_of_memory_advice(path.plan, path.memory, self._role, self.prefix_config, forward_only):
+        missed, check_metrics = self._verification.check(computed, groups, path.plan, loss, forward_only)
+        metrics |= check_metrics
+        if missed is not None:
+            return self._take_stock_path(missed, given, loss, forward_only, metrics)
+        path = self._with_memory(path, computed, forward_only)
+        counts_tokens = given.flag("use_dynamic_bsz", True)
+        with out_of_memory_advice(path.plan, path.memory, self._role, self.prefix_config, forward_only, counts_tokens):
             output, pass_metrics = self.run_plan(computed, groups, path, loss, forward_only)
-        output["model_output"] = exchange.give_back(output["model_output"])
-        mini_batch.metrics |= pass_metrics
-        return self._report(output, mini_batch)
+        output["model_output"], exchange_metrics = exchange.give_back(output["model_output"])
+        metrics |= {**path.metrics, **pass_metrics, **exchange_metrics}
+        return self._report(output, given, forward_only, metrics)
 
-    def _take_stock_path(self, path: StockPath, mini_batch: MiniBatch) -> dict[str, Any]:
-        """Computes a mini-batch on the stock path, and reports it."""
+    def _take_stock_path(
+        self, path: StockPath, given: BatchRows, loss: Loss, forward_only: bool, metrics: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Computes a mini-batch on the stock path, and reports it.
+
+        Args:
+            metrics: what was counted before this path was chosen.
+        """
         warn_once(logger, "prefix: stock path, %s", path.reason)
         with together("receiving pixels"):
-            data = receive_pixels(mini_batch.given.data)
-        output = self.backend.run_stock_path(data, mini_batch.loss.for_stock(), mini_batch.forward_only)
-        mini_batch.metrics["prefix/stock_rows"] = mini_batch.given.num_real
-        return self._report(output, mini_batch)
+            data = receive_pixels(given.data)
+        output = self.backend.run_stock_path(data, loss.for_stock(), forward_only)
+        stock_metrics = {"prefix/stock_rows": given.num_real}
+        return self._report(output, given, forward_only, {**metrics, **path.metrics, **stock_metrics})
 
-    def _report(self, output: dict[str, Any], mini_batch: MiniBatch) -> dict[str, Any]:
+    def _report(
+        self, output: dict[str, Any], given: BatchRows, forward_only: bool, metrics: Mapping[str, float]
+    ) -> dict[str, Any]:
         """Returns verl's output of a mini-batch with our metrics in it."""
-        reported = self._step_metrics.report(mini_batch.metrics, mini_batch.given, mini_batch.forward_only)
+        reported = self._step_metrics.report(metrics, given, forward_only)
         output.setdefault("metrics", {}).update(reported)
         return output
 
-    def _open_exchange(self, mini_batch: MiniBatch) -> Exchange:
-        """Brings rows to the ranks that compute them, groups and counts them."""
-        rows = mini_batch.given
-        if mini_batch.loss.function is None:  # log-probs alone, for which no teacher travels
-            rows = rows.with_data(rows.data.exclude(*TEACHER))
-        skips_dead = self.prefix_config.skip_zero_advantage and not mini_batch.forward_only
+    def _open_exchange(self, given: BatchRows, loss: Loss, forward_only: bool) -> tuple[Exchange, dict[str, float]]:
+        """Brings rows to the ranks that compute them, groups and counts them. Returns the exchange, and metrics."""
+        if loss.function is None:  # log-probs alone, for which no teacher travels
+            given = given.with_data(given.data.exclude(*TEACHER))
+        skips_dead = self.prefix_config.skip_zero_advantage and not forward_only
         exchange = open_exchange(
-            self.backend, rows, mini_batch.loss, exchange_option=self.prefix_config.exchange, tree_rule=self.tree_rule,
-            was_cut=self._was_cut, skips_dead=skips_dead, metrics=mini_batch.metrics,
+            self.backend, given, loss, exchange_option=self.prefix_config.exchange, tree_rule=self.tree_rule,
+            skips_dead=skips_dead,
         )  # fmt: skip
-        self._was_cut = exchange.is_cut
-        mini_batch.metrics |= self._step_metrics.count_rows(exchange, self.tree_rule, mini_batch.forward_only)
-        return exchange
+        self.tree_rule = self.tree_rule._replace(was_cut=exchange.is_cut)
+        counted = self._step_metrics.count_rows(exchange, self.tree_rule, forward_only)
+        return exchange, {**exchange.metrics, **counted}
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -210,6 +202,19 @@ class PrefixEngine:
         torch.distributed.all_reduce(batch_num_tokens, group=ranks.data_group)
         tu.assign_non_tensor(data, batch_num_tokens=batch_num_tokens.item(), dp_size=ranks.data_size)
         return rows.with_data(data)
+
+    def _with_memory(self, path: SharedPath, rows: BatchRows, forward_only: bool) -> SharedPath:
+        """Returns the path with what its passes keep: in an update what every rank's device has room for. Every rank
+        calls it right before these passes.
+
+        Args:
+            rows: the rows that this rank computes.
+        """
+        if forward_only:
+            return path
+        logits_once = self.backend.reads_logits_once(flags_of(rows.data)) and is_unscaled(rows.data)
+        memory = self._headroom.choose_memory(path.plan, self.prefix_config.keep_attention, logits_once)
+        return replace(path, memory=memory, meter=self._headroom.new_meter())
 
     def run_plan(
         self, rows: BatchRows, groups: Sequence[Group], path: SharedPath, loss: Loss, forward_only: bool,
@@ -248,10 +253,11 @@ class PrefixEngine:
             yield
         except torch.OutOfMemoryError:  # to look for such rows needs memory, which there is none of
             raise
-        except RuntimeError:
-            with suppress(RuntimeError):  # after an error of the device no value can be read
+        except RuntimeError as error:
+            try:
                 results.report_not_finite()
-            raise
+            finally:  # the pass's error is raised, also where no value can be read any more after it
+                raise error
 
     def verls_forward_backward(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
@@ -273,7 +279,7 @@ class PrefixEngine:
             tu.assign_non_tensor(data, global_batch_size=int(num_rows) // ranks.copies)
         if self._trace is not None:
             self._trace.record(rows, loss_function, ranks.max_over_ranks)
-        with self._planner.measured_update() if self._planner else nullcontext():
+        with self._headroom.measured_update() if self._planner else nullcontext():
             return super().train_batch(data, loss_function)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:

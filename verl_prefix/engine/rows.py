@@ -5,7 +5,7 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from verl.utils import tensordict_utils as tu
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.fields import PIXEL_INPUTS, ROUTES, flag
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, pixel_digests
+
+KEY_BYTES = 16
 
 
 def select_rows(data: TensorDict, numbers: Sequence[int]) -> TensorDict:
@@ -46,21 +48,19 @@ def _ragged_rows(nested: Any, numbers: Sequence[int]) -> torch.Tensor:
 
 
 class BatchRows:
-    """The rows of one of verl's batches. A row has three names: its `digests` entry, made here of uid, prompt, pixels
-    and positions; its key, which is the digest, or that of the rank from which the row came, since its pixels may have
-    stayed behind; and verl's uid, which the turns of a session share.
+    """The rows of one of verl's batches.
 
     Args:
         data: the batch.
-        keys: the key of each row, if rows came from other ranks; None: their `digests` are the keys.
+        keys: of rows that came from other ranks, where they may have left their pixels. None: `keys` makes them.
 
     Attributes:
         dead: numbers of rows without gradient, which no pass of an update computes under `prefix.skip_zero_advantage`
             (`dead_rows.find_dead`).
     """
 
-    def __init__(self, data: TensorDict, keys: Sequence[Hashable] | None = None) -> None:
-        self.data, self._keys = data, keys
+    def __init__(self, data: TensorDict, keys: Sequence[bytes] | None = None) -> None:
+        self.data, self._given_keys = data, keys
         self.dead: Set[int] = frozenset()
 
     def __len__(self) -> int:
@@ -81,9 +81,9 @@ class BatchRows:
         rows.dead = dead
         return rows
 
-    def select(self, numbers: Sequence[int], keys: Sequence[Hashable] | None = None) -> "BatchRows":
-        """Returns rows by their numbers, which may repeat. keys: as of the class."""
-        return BatchRows(select_rows(self.data, numbers), keys)
+    def select(self, numbers: Sequence[int]) -> "BatchRows":
+        """Returns rows by their numbers, which may repeat."""
+        return BatchRows(select_rows(self.data, numbers))
 
     def flag(self, name: str, default: Any = False) -> Any:
         """A value that the batch has once."""
@@ -149,27 +149,24 @@ class BatchRows:
         """What each row shows, a dict; None or an empty one for text."""
         return tu.get(self.data, PIXEL_INPUTS, [None] * len(self))
 
-    @property
-    def keys(self) -> Sequence[Hashable]:
-        """What rows that belong together have in common."""
-        return self.digests if self._keys is None else self._keys
-
     @functools.cached_property
-    def digests(self) -> list[bytes]:
-        """Digest of each row's uid, pixels, prompt tokens and their positions: rows with the same one belong
-        together."""
+    def keys(self) -> Sequence[bytes]:
+        """Key of each row, equal for the rows of one prompt: a digest of the uid, the pixels, the prompt's tokens and
+        their positions. The uid alone does not say which rows share a prompt: the turns of a session have one, too."""
+        if self._given_keys is not None:
+            return self._given_keys
         # A row whose pixels another row carries is named by that row, as that row itself is.
         carriers = [(row or {}).get(CARRIES) or (row or {}).get(CARRIED_BY) for row in self.pixels]
         shown = [c.encode() if c else digest for c, digest in zip(carriers, pixel_digests(self.pixels), strict=True)]
         uids, positions = tu.get(self.data, "uid", [""] * len(self)), self.data["position_ids"].unbind()
-        digests = []
+        keys = []
         for uid, pixels, prompt, position in zip(uids, shown, self.prompts, positions, strict=True):
-            key = hashlib.blake2b(digest_size=16)
+            digest = hashlib.blake2b(digest_size=KEY_BYTES)
             parts = (x.cpu().contiguous().numpy().tobytes() for x in (prompt, position[..., : len(prompt)]))
             for part in (str(uid).encode(), pixels, *parts):
-                key.update(len(part).to_bytes(8, "little") + part)
-            digests.append(key.digest())
-        return digests
+                digest.update(len(part).to_bytes(8, "little") + part)
+            keys.append(digest.digest())
+        return keys
 
     @functools.cached_property
     def uids(self) -> list[str]:

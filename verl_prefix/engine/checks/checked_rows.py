@@ -122,8 +122,9 @@ def _in_order_of_interest(group: Group, units: Sequence[Unit]) -> list[Unit]:
         units: three or more, by their tokens.
     """
     longest, *others = units
-    farthest, *between, nearest = sorted(others, key=lambda unit: _num_shared_tokens(group, longest, unit))
-    return [longest, nearest, farthest, *(unit for unit in others if unit in between)]
+    by_shared_tokens = sorted(others, key=lambda unit: _num_shared_tokens(group, longest, unit))
+    most, least = by_shared_tokens[-1], by_shared_tokens[0]
+    return [longest, most, least, *(unit for unit in others if unit not in (most, least))]
 
 
 def _num_tokens(group: Group, unit: Unit) -> int:

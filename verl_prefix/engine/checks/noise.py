@@ -14,7 +14,7 @@ class Figure(NamedTuple):
     Attributes:
         ratio: in units of rounding noise; never a NaN (`ratio_of`).
         limit: the largest ratio that is right.
-        where: what is off most; "": nothing is.
+        where: what is off most.
     """
 
     ratio: float

@@ -73,7 +73,7 @@ class Verdict(NamedTuple):
 
     def __str__(self) -> str:
         missed = ", ".join(str(figure) for figure in self.figures if figure.missed)
-        within = ", ".join(str(figure) for figure in self.figures if figure.where and not figure.missed)
+        within = ", ".join(str(figure) for figure in self.figures if figure.ratio and not figure.missed)
         return "; within limits: ".join(filter(None, (missed, within)))
 
 
@@ -149,18 +149,23 @@ class Comparison:
         # Log-probs of low precision have a grid, on which small noise may change nothing.
         noise[0] += torch.finfo(truth.outputs.dtype).eps ** 2 * truth.norms[0]
         names = [self._outputs_name, *(f"gradients of {part}" for part in self._gradients.parts)]
-        sums, n = self._reduce_sum([*packed, *phased, *noise, *truth.norms]), len(names)
-        packed, phased, noise, norms = sums[:n], sums[n : 2 * n], sums[2 * n : 3 * n], sums[3 * n :]
-        figures: list[Figure | None] = []
-        for i, name in enumerate(names):
-            if not math.isfinite(norms[i] + noise[i]):  # nothing compares with it
-                figures.append(None)
-                continue
-            ratio = max(ratio_of(packed[i], noise[i]), ratio_of(phased[i], noise[i]))
-            limit = MAX_GRADIENTS if i else MAX_OUTPUTS
-            figures.append(Figure(ratio, limit, f"{name} differ from the stock path's"))
-        outputs, *of_parts = figures
-        compared = [figure for figure in of_parts if figure is not None]
-        worst = max([Figure(0.0, MAX_GRADIENTS, ""), *compared], key=lambda figure: figure.ratio)
+        sums = iter(self._reduce_sum([*packed, *phased, *noise, *truth.norms]))
+        packed, phased, noise, norms = ([next(sums) for _ in names] for _ in range(4))
+        limits = [MAX_OUTPUTS, *[MAX_GRADIENTS] * len(self._gradients.parts)]
+        outputs, *gradients = figures = [*map(_figure, names, limits, packed, phased, noise, norms)]
+        finite_gradients = [figure for figure in gradients if figure is not None]
+        worst = max(finite_gradients, key=lambda figure: figure.ratio, default=None)
         not_finite = [name for name, figure in zip(names, figures, strict=True) if figure is None]
-        return Verdict(outputs, None, None, worst if compared else None, not_finite)
+        return Verdict(outputs, None, None, worst, not_finite)
+
+
+def _figure(name: str, limit: float, packed: float, phased: float, noise: float, norm: float) -> Figure | None:
+    """Returns the larger figure of our two passes; None: the stock path has nothing finite to compare with.
+
+    Args:
+        packed, phased, noise: squared distances from the stock path.
+        norm: the squared norm of what the stock path gave.
+    """
+    if not math.isfinite(norm + noise):
+        return None
+    return Figure(max(ratio_of(packed, noise), ratio_of(phased, noise)), limit, f"{name} differ from the stock path's")

@@ -66,7 +66,7 @@ class Verification:
 
     def check(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
-    ) -> dict[str, float]:
+    ) -> tuple[StockPath | None, dict[str, float]]:
         """Runs the check, if one is due and every rank has a group to check. If a rank has none, or if something is not
         finite on the stock path, the check stays due, and waits for the next batch. If gradients alone are not finite,
         its loss will be smaller there. Every rank calls it.
@@ -77,26 +77,27 @@ class Verification:
             plan: of these groups.
 
         Returns:
-            prefix/verify_* of what was compared, and the seconds; {} where no check ran.
+            the stock path if the check missed, else None; and prefix/verify_* of what was compared, with the seconds:
+            {} where no check ran.
 
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
         """
         if not self._is_checked_kind(forward_only):
-            return {}
+            return None, {}
         if not self._is_due():
             self._num_settled += 1
-            return {}
+            return None, {}
         start = time.perf_counter()
         budget = rows.budget(groups)
         choice = candidates(self._backend, rows, groups, budget)
         if not choice:
-            return {}
+            return None, {}
         group = cheapest(choice, len(rows))
         with self_check_advice():
             verdict = self._verdict(rows, group, budget, loss)
         if misses := self._misses(verdict, rows, group, plan, loss):
-            self._miss("; ".join(misses))
+            self.failure = self._miss("; ".join(misses))
         elif verdict.not_finite:
             if verdict.outputs is not None:
                 self._loss_factor = max(self._loss_factor * _SMALLER_LOSS, _SMALLEST_LOSS)
@@ -108,7 +109,7 @@ class Verification:
             )  # fmt: skip
         else:
             self._num_settled += 1
-        return self._metrics(verdict) | {"timing_s/prefix_verify": time.perf_counter() - start}
+        return self.failure, self._metrics(verdict) | {"timing_s/prefix_verify": time.perf_counter() - start}
 
     def _is_due(self) -> bool:
         """Whether this batch is one that `prefix.verify` names."""
@@ -151,14 +152,14 @@ class Verification:
             )
         return agreed["has_gradient"] > 0
 
-    def _miss(self, why: str) -> None:
-        """Ends the run, or sends all batches from now on to the stock path."""
+    def _miss(self, why: str) -> StockPath:
+        """Ends the run, or returns the path of all batches from now on."""
         batches = "update" if self._backend.trains else "batch of ref"
         message = f"prefix.verify, {batches} {self._num_seen}: {why}"
         if self._options.verify_action == "raise":
             fallback = "actor_rollout_ref.actor.prefix.verify_action=fallback"
             raise RuntimeError(f"{message}, or {fallback} to go on with the stock path. Please report this")
-        self.failure = StockPath(f"the self-check missed: {message}. Please report this")
+        return StockPath(f"the self-check missed: {message}. Please report this")
 
     def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:
         """Compares both paths on a group of each rank. Top-k distillation also compares its losses."""

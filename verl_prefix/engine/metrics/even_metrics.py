@@ -3,6 +3,17 @@
 verl joins a metric of all ranks in `Metric.aggregate_dp` (verl/utils/metric/utils.py). It averages values by their
 position, refuses different numbers of them, and divides a sum by the ranks that have it. On verl's own path all ranks
 run equally many micro-batches, and each has a loss. On ours a rank may run dummy passes, or have no token that counts.
+
+    pass                                       its metrics
+    with rows that the loss gets               those of the loss
+    with hidden padding alone                  those of the loss, if this rank has no others (`reported_metrics`)
+    without a token that counts, where         none: the loss is not called, and is 0 (`Loss.__call__`)
+    verl's loss would raise
+    with none of these, as a dummy             filled in from the rank's other passes (`even_out`)
+    of a rank that has no metrics at all       0 for the sums that other ranks have (`add_missing_sums`)
+
+On the stock path verl's loss would also raise for a micro-batch without a token that counts. Its metrics are `neutral`
+there (`Loss.for_stock`).
 """
 
 from collections.abc import Sequence
@@ -11,6 +22,19 @@ from typing import Any
 
 import torch
 from verl.utils.metric import AggregationType, Metric
+
+
+def reported_metrics(metrics_of_passes: Sequence[dict[str, Any] | None], is_hidden: Sequence[bool]) -> list[dict]:
+    """Returns what each pass reports: nothing of hidden padding, unless this rank has no other metrics. verl needs some
+    of every rank.
+
+    Args:
+        metrics_of_passes: of the loss of each pass; None: the loss was not called.
+        is_hidden: whether all rows of the pass are hidden padding.
+    """
+    passes = list(zip(metrics_of_passes, is_hidden, strict=True))
+    has_others = any(metrics is not None and not hidden for metrics, hidden in passes)
+    return [{} if hidden and has_others else metrics or {} for metrics, hidden in passes]
 
 
 def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:

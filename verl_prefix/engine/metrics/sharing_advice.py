@@ -57,6 +57,8 @@ class SharingAdvice:
     def _tell_of_split_prompts(self, totals: Mapping[str, float]) -> None:
         """Says of the first step that shares how many prompts the trainer put into several mini-batches, unless that
         costs next to nothing."""
+        if not totals[SPLIT_PROMPTS] or torch.distributed.get_rank():
+            return
         tokens = totals[GROUP_TOKENS] / self._epochs
         whole_tokens = self._tokens_of_whole_prompts(totals)
         cost = ""
@@ -69,17 +71,14 @@ class SharingAdvice:
                 cost = f" ({more:.0f} tokens more than {whole_tokens:.0f} in an epoch of this step, +{percent:.0f}%)"
         # Where rows do not travel, as under a custom loss, which counts no group tokens, a rank counts its own prompts.
         is_of_one_rank = self._ranks.data_size > 1 and (self._options.exchange == "off" or not tokens)
-        if totals[SPLIT_PROMPTS] and torch.distributed.get_rank() == 0:
-            logger.warning(
-                "prefix: %s%d prompts have rows in several mini-batches, each of which computes them again%s. "
-                "Set trainer.v1.trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async). "
-                "If an agent loop returns a row per turn, also set "
-                "actor_rollout_ref.actor.prefix.mini_batches=prompts. "
-                "Under trainer.use_v1=false and verl.experimental, leave "
-                "actor_rollout_ref.actor.use_prefix_grouper and trainer.balance_batch at their defaults, "
-                "and make ppo_mini_batch_size a multiple of the ranks",
-                "at least " if is_of_one_rank else "", int(totals[SPLIT_PROMPTS]), cost,
-            )  # fmt: skip
+        logger.warning(
+            "prefix: %s%d prompts have rows in several mini-batches, each of which computes them again%s. "
+            "Set trainer.v1.trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async). "
+            "If an agent loop returns a row per turn, also set actor_rollout_ref.actor.prefix.mini_batches=prompts. "
+            "Under trainer.use_v1=false and verl.experimental, leave actor_rollout_ref.actor.use_prefix_grouper and "
+            "trainer.balance_batch at their defaults, and make ppo_mini_batch_size a multiple of the ranks",
+            "at least " if is_of_one_rank else "", int(totals[SPLIT_PROMPTS]), cost,
+        )  # fmt: skip
 
     def _tokens_of_whole_prompts(self, totals: Mapping[str, float]) -> float:
         """Returns the tokens that one epoch of a step would compute if no prompt were split: those of the last

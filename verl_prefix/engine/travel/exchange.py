@@ -12,9 +12,8 @@ rows, and making buffers for tables, is outside of that.
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,9 +40,10 @@ from verl_prefix.versions import warn_once
 logger = logging.getLogger(__name__)
 
 Outputs = Mapping[str, torch.Tensor]
+SECONDS = "timing_s/prefix_exchange"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Exchange:
     """The rows of a mini-batch that this rank computes, and the way back of their outputs.
 
@@ -53,34 +53,37 @@ class Exchange:
         is_cut: whether rows were cut at the ends of messages (`group_rows`).
         uids: `uid_hashes` of the rows of all ranks, or of this rank alone where ranks exchange none. Padding's is left
             out.
-        metrics: of the mini-batch, to which `give_back` adds the seconds that it took.
         moves: by which rows have travelled; None: no row of any rank has.
+        metrics: prefix/* of this rank, and the seconds until its rows were there.
     """
 
     computed: BatchRows
     groups: list[Group]
     is_cut: bool
     uids: Set[int]
-    metrics: dict[str, float]
     moves: Moves | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def give_back(self, outputs: Outputs | None) -> dict[str, torch.Tensor]:
+    def give_back(self, outputs: Outputs | None) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """Sends outputs back to where their rows came from, in the order they came. Every rank calls it.
 
         Args:
             outputs: of `computed`, jagged [rows, tokens], of the same names on every rank; {}: nobody wants any; None:
                 this rank has none, and other ranks do. Such a rank sends nothing, and takes part in all collectives.
+
+        Returns:
+            the outputs of the rows that verl handed over, and a metric: the seconds of both ways.
         """
         if self.moves is None or outputs == {}:
-            return dict(outputs or {})
-        with _timed(self.metrics):
-            return _return_outputs(outputs, self.moves)
+            return dict(outputs or {}), {}
+        start = time.perf_counter()
+        returned = _return_outputs(outputs, self.moves)
+        return returned, {SECONDS: self.metrics[SECONDS] + time.perf_counter() - start}
 
 
 def open_exchange(
-    backend: Backend, given: BatchRows, loss: Loss, *, exchange_option: str, tree_rule: TreeRule, was_cut: bool,
-    skips_dead: bool, metrics: dict[str, float],
-) -> Exchange:  # fmt: skip
+    backend: Backend, given: BatchRows, loss: Loss, *, exchange_option: str, tree_rule: TreeRule, skips_dead: bool
+) -> Exchange:
     """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`,
     unless the batch takes the stock path after all.
 
@@ -88,9 +91,7 @@ def open_exchange(
         given: the rows that verl handed over on this rank.
         exchange_option: `prefix.exchange`.
         tree_rule: what rows share besides whole prompts.
-        was_cut: as in `TreeRule.cuts_rows`: `is_cut` of the exchange before.
         skips_dead: dead rows are found (`dead_rows`), and cost nothing where rows are placed.
-        metrics: gets prefix/* and timing_s/* of this rank, here and in `give_back`.
 
     Raises:
         RankError: another rank failed, here or in `give_back`, or ranks do not agree.
@@ -99,26 +100,26 @@ def open_exchange(
         with together("finding rows without gradient"):
             given = given.with_dead(dead_rows.find_dead(loss, given))
     if not _rows_may_travel(backend.ranks, exchange_option, loss):
-        return _keep_rows(given, tree_rule, was_cut, metrics)
-    with _timed(metrics):
-        moves = decide_moves(given, backend.ranks, backend.shape, tree_rule, was_cut)
-        computed, sent_mib = _send_rows(given, moves) if moves.any_travels else (given, 0.0)
-    metrics.update(moves.metrics, **{"prefix/exchanged_mib": sent_mib})
+        return _keep_rows(given, tree_rule)
+    start = time.perf_counter()
+    moves = decide_moves(given, backend.ranks, backend.shape, tree_rule)
+    computed, sent_mib = _send_rows(given, moves) if moves.any_travels else (given, 0.0)
+    metrics = moves.metrics | {"prefix/exchanged_mib": sent_mib, SECONDS: time.perf_counter() - start}
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
         groups = group_rows(computed, tree_rule, moves.is_cut)
     uids = {*moves.table.uids} - {PADDING}
-    return Exchange(computed, groups, moves.is_cut, uids, metrics, moves if moves.any_travels else None)
+    return Exchange(computed, groups, moves.is_cut, uids, moves if moves.any_travels else None, metrics)
 
 
-def _keep_rows(given: BatchRows, tree_rule: TreeRule, was_cut: bool, metrics: dict[str, float]) -> Exchange:
+def _keep_rows(given: BatchRows, tree_rule: TreeRule) -> Exchange:
     """Groups the rows where they are: ranks exchange nothing in this mini-batch."""
     with together("grouping rows"):
         given = given.with_data(receive_pixels(given.data))
         share_pixels(given.pixels)
-        is_cut = tree_rule.cuts_rows(given.uids, given.keys, was_cut)
+        is_cut = tree_rule.cuts_rows(given.uids, given.keys)
         groups = group_rows(given, tree_rule, is_cut)
-    return Exchange(given, groups, is_cut, {*uid_hashes(given)} - {PADDING}, metrics)
+    return Exchange(given, groups, is_cut, {*uid_hashes(given)} - {PADDING})
 
 
 def _rows_may_travel(ranks: Ranks, option: str, loss: Loss) -> bool:
@@ -130,15 +131,6 @@ def _rows_may_travel(ranks: Ranks, option: str, loss: Loss) -> bool:
         warn_once(logger, f"prefix: rows stay on their ranks, since {unknown_loss}")
         return False
     return True
-
-
-@contextmanager
-def _timed(metrics: dict[str, float]) -> Iterator[None]:
-    """Adds the seconds of its body to `metrics`."""
-    start = time.perf_counter()
-    yield
-    seconds = time.perf_counter() - start
-    metrics["timing_s/prefix_exchange"] = metrics.get("timing_s/prefix_exchange", 0.0) + seconds
 
 
 def _send_rows(given: BatchRows, moves: Moves) -> tuple[BatchRows, float]:

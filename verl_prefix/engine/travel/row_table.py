@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 from verl_prefix.auto.placement import Placement, fill_empty_ranks, place_rows, placed_on, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import rows_by_key
-from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.rows import KEY_BYTES, BatchRows
 from verl_prefix.engine.travel.session_pieces import costs_of_sessions
 from verl_prefix.models.vision import num_patches
 
@@ -23,7 +23,7 @@ PADDING = 0  # stands for the uid of verl's padding rows, which is one for all o
 # What all ranks know of a row. Ranks send these fields as int64: a cost as the bits of its double.
 ROW = np.dtype(
     [
-        ("key", "i8", 2),  # 128 bits
+        ("key", "i8", KEY_BYTES // 8),
         ("prefix_cost", "f8"),
         ("suffix_cost", "f8"),
         ("pixel_cost", "f8"),
@@ -42,7 +42,7 @@ def describe(rows: BatchRows, shape: ModelShape) -> torch.Tensor:
     patches = [num_patches(row_pixels) for row_pixels in rows.pixels]
     sessions = tu.get(rows.data, "session_id", [None] * len(rows))
     table = np.zeros(len(rows), ROW)
-    table["key"] = np.frombuffer(b"".join(rows.digests), np.int64).reshape(-1, 2)
+    table["key"] = np.frombuffer(b"".join(rows.keys), np.int64).reshape(-1, KEY_BYTES // 8)
     table["has_pixels"] = [num > 0 for num in patches]
     table["length"] = np.diff(rows.offsets)
     table["uid"] = uid_hashes(rows)
@@ -79,7 +79,7 @@ class RowTable:
 
     def __init__(self, tables: Sequence[torch.Tensor]) -> None:
         rows = torch.cat(list(tables)).contiguous().numpy().view(ROW)[:, 0]
-        self.keys = [(low, high) for low, high in rows["key"].tolist()]
+        self.keys = [key.tobytes() for key in rows["key"]]
         self.pixel_costs: list[float] = rows["pixel_cost"].tolist()
         self.prefix_costs: list[float] = (rows["prefix_cost"] + rows["pixel_cost"]).tolist()
         self.suffix_costs: list[float] = rows["suffix_cost"].tolist()

@@ -18,7 +18,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.group_parts import renumbered
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.grouping import TreeRule, group_rows
-from verl_prefix.engine.rows import BatchRows, is_padding
+from verl_prefix.engine.rows import BatchRows, is_padding, select_rows
 from verl_prefix.engine.travel.row_table import RowTable, describe
 from verl_prefix.engine.travel.session_pieces import describe_pieces
 from verl_prefix.testing.rollouts import turn_rollouts
@@ -81,10 +81,10 @@ class TokenStep(Step):
             members[home].append(row)
         return [self._groups(rows, step.keys, is_cut) for rows in members]
 
-    def _groups(self, rows: Sequence[int], keys: Sequence[tuple[int, int]], is_cut: bool) -> list[Group]:
+    def _groups(self, rows: Sequence[int], keys: Sequence[bytes], is_cut: bool) -> list[Group]:
         asked = self.over, tuple(rows)
         if asked not in self.known and rows:
-            some = self.batch.select(rows, [keys[row] for row in rows])
+            some = BatchRows(select_rows(self.batch.data, rows), [keys[row] for row in rows])
             groups = group_rows(some, TreeRule(self.over, frozenset({END})), is_cut)
             self.known[asked] = [renumbered(group, dict(enumerate(rows))) for group in groups]
         return self.known.get(asked, [])
