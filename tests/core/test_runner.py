@@ -304,3 +304,22 @@ def test_a_caller_who_leaves_forwards_out_is_told_before_any_phase_c(planned):
                 outputs.sum().backward()
                 break
     assert "phase_c" not in runner.meter.seconds
+
+
+@pytest.mark.parametrize(
+    ("phase", "where"), [("packed", "packed, rank 0: "), ("phase_a", "phase_a, rank 0: "), ("wave", "wave 1 of ")]
+)
+def test_an_error_of_packing_says_in_which_pass_it_was_raised(monkeypatch, phase, where):
+    """MOCK: packing fails."""
+    pack = core_runner.pack_groups
+
+    def fail(groups, offsets, of_phase, outer):
+        if of_phase == phase:
+            raise KeyError("injected")
+        return pack(groups, offsets, of_phase, outer)
+
+    monkeypatch.setattr(core_runner, "pack_groups", fail)
+    with pytest.raises(KeyError, match="injected") as raised:
+        run_shared(build(), random_rollouts(SHAPE, 97), "packed" if phase == "packed" else "phased", wave_tokens=12)
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"verl_prefix was in {where}") and raised.value.prefix_phase == phase

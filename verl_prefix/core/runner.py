@@ -116,9 +116,9 @@ class PlanRunner:
         self, batch: TokenBatch, planned: PackedPass, last: bool, outer: PhaseA | None = None, part: str = ""
     ) -> Generator[PassOutputs]:
         """Yields the one forward of a packed pass."""
-        packed_row = packed_row_of(planned, batch, outer)
         phase = self.meter.phase(planned.phase, planned.groups, batch.input_ids.device, part)
         with phase, self.gradient_sync(last):
+            packed_row = packed_row_of(planned, batch, outer)
             yield self.forward.packed(batch, packed_row, outer.caches if outer else ())
 
     def _nested(self, batch: TokenBatch, planned: PhasedPass, phase_a: PhaseA, last: bool) -> Generator[PassOutputs]:
@@ -145,8 +145,9 @@ class PlanRunner:
         self, batch: TokenBatch, planned: PhasedPass, cache: PrefixCache, outer: PhaseA | None = None
     ) -> PhaseA:
         """Runs the prefixes of a pass, which `cache` gets."""
-        packed_row, caches = packed_row_of(planned, batch, outer), outer.caches if outer else ()
+        caches = outer.caches if outer else ()
         with self.meter.phase(planned.phase, planned.groups, batch.input_ids.device), cache.saving():
+            packed_row = packed_row_of(planned, batch, outer)
             output = self.forward.phase_a(batch, packed_row, cache, planned.reads_strands, caches)
         return PhaseA(packed_row, output, (*caches, cache))
 
