@@ -296,14 +296,14 @@ class Nesting:
 
         def nested_group(members: Sequence[int]) -> Group:
             rows = {self._group.rows[i] for i in members}
-            return split.nested_pass([i for i, row in enumerate(group.rows) if row in rows])
+            return split.group_of_nested_pass([i for i, row in enumerate(group.rows) if row in rows])
 
         in_bins = [nested_group([row for load in loads for row in load.rows]) for loads in way.bins]
         waves = tuple(Wave((part,)) for part in in_bins if not part.num_own_strand_tokens)
         packed = tuple(PackedPass((part,)) for part in in_bins if part.num_own_strand_tokens)
         inner = ((nested_group(self._stretches[number].subtree.rows), inner_way) for number, inner_way in way.inner)
         phased = tuple(self._make_pass(part, inner_way) for part, inner_way in inner)
-        phase_a = split.phase_a()
+        phase_a = split.group_of_phase_a()
         return PhasedPass((phase_a,), waves, packed, phased, phase_a.reads_strands)
 
 

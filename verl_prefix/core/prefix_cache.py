@@ -182,17 +182,17 @@ class _JoinGradCache(torch.autograd.Function):
 
 
 class ReadPrefix(torch.autograd.Function):
-    """What a layer left [m, ...], at `index` [n] int64, which may repeat -> [n, ...].
+    """stored [m, ...], which a layer left under `key`, at `index` [n] int64, which may repeat -> [n, ...].
 
     Gradients add up in fp32 (fp64). With a `cache`, that of a phase A around, they go to its grad cache; else through
-    autograd to what the layer left."""
+    autograd to `stored`."""
 
     @staticmethod
     def forward(
-        ctx: Any, left: torch.Tensor, index: torch.Tensor, cache: PrefixCache | None, key: LayerKey
+        ctx: Any, stored: torch.Tensor, index: torch.Tensor, cache: PrefixCache | None, key: LayerKey
     ) -> torch.Tensor:
-        ctx.args = index, cache, key, left.shape, left.dtype
-        return left.index_select(0, index)
+        ctx.args = index, cache, key, stored.shape, stored.dtype
+        return stored.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -35,7 +35,7 @@ class SplitGroup:
                 self._number_in_a[i] = len(self._strands)
                 self._strands.append(strand._replace(end=end, parent=self._number_in_a[strand.parent]))
 
-    def phase_a(self) -> Group:
+    def group_of_phase_a(self) -> Group:
         """The group of the phase A: a row's fork is where the row leaves the tokens that phase A computes."""
         group, ends = self._group, self._ends
         forks = []
@@ -45,7 +45,7 @@ class SplitGroup:
             forks.append(next(inside, Fork(-1, 0)))
         return replace(group, strands=tuple(self._strands), forks=tuple(forks))
 
-    def nested_pass(self, members: Sequence[int]) -> Group:
+    def group_of_nested_pass(self, members: Sequence[int]) -> Group:
         """The group of a nested pass that computes some rows; `members` as in `with_rows`."""
         strands = [*self._strands]
         # By a strand's old number, the new number of what follows phase A in it. Parents have theirs before children.
