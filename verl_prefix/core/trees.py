@@ -17,7 +17,7 @@ strand and the only strand that follows it are joined: the growing prompts of a 
 reads a part of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -78,31 +78,16 @@ def group_trees(
     forks: dict[int, Fork] = {}
     rows_at = {Fork(-1, 0): live}  # by the fork that they have reached
     for depth in range(max(map(len, ends.values()), default=0)):
-        reached = [row for rows in rows_at.values() for row in rows]
-        hash_of = dict(zip(reached, hashes.of(reached, [ends[row][depth] for row in reached]).tolist(), strict=True))
+        going_on = [row for rows in rows_at.values() for row in rows]
+        hash_of = dict(zip(going_on, hashes.of(going_on, [ends[row][depth] for row in going_on]).tolist(), strict=True))
         following: dict[Fork, list[int]] = {}
         for fork, rows in rows_at.items():
-            siblings: list[int] = []  # strands that begin at this fork, each at least as long as the branches to come
             branches = _branches({row: (ends[row][depth], len(ends[row]) == depth + 1) for row in rows}, hash_of)
-            for end, equally_long in groupby(branches, lambda branch: branch.end):
-                sibling_hashes = hashes.of([strands[strand].row for strand in siblings], end).tolist()
-                # By the hash of their first `end` + 1 tokens; of several with the same hash the first one counts.
-                strand_of = dict(zip(reversed(sibling_hashes), reversed(siblings), strict=True))
-                for branch in equally_long:
-                    strand = strand_of.get(branch.hash)
-                    same_row = branch.rows[0] if strand is None else strands[strand].row
-                    hashes.check(branch.rows, same_row, fork.start, end)
-                    if strand is None:
-                        if branch.is_last:  # nobody goes on from their last tokens, which become suffixes
-                            forks |= dict.fromkeys(branch.rows, fork)
-                            continue
-                        strand = strand_of[branch.hash] = len(strands)
-                        siblings.append(strand)
-                        strands.append(Strand(branch.rows[0], fork.start, end, fork.strand))
-                    if branch.is_last:  # all their tokens lie in the strand
-                        forks |= dict.fromkeys(branch.rows, Fork(strand, end))
-                    else:
-                        following.setdefault(Fork(strand, end), []).extend(branch.rows)
+            for branch, reached_fork in _follow(branches, fork, strands, hashes):
+                if branch.is_last:
+                    forks |= dict.fromkeys(branch.rows, reached_fork)
+                else:
+                    following.setdefault(reached_fork, []).extend(branch.rows)
         rows_at = following
     return _groups(*_chained(strands, forks), lens, [n - 1 for n in prompt_lens])
 
@@ -134,6 +119,28 @@ def _branches(ends: Mapping[int, tuple[int, bool]], hash_of: Mapping[int, int]) 
     alone.sort(key=lambda branch: (-branch.end, branch.is_last, branch.rows))
     for members in rows_by_key((branch.end, branch.is_last, branch.hash) for branch in alone).values():
         yield alone[members[0]]._replace(rows=[alone[i].rows[0] for i in members])
+
+
+def _follow(
+    branches: Iterable[_Branch], fork: Fork, strands: list[Strand], hashes: "Hashes"
+) -> Iterator[tuple[_Branch, Fork]]:
+    """Yields each branch of `fork` with the fork that its rows reach. This is the branch's end in the strand that has
+    its tokens. Where no strand has the tokens, a branch of rows that go on becomes a strand, which is appended to
+    `strands`. Rows that end there stay at `fork`: their tokens are suffixes."""
+    siblings: list[int] = []  # strands that begin at this fork, each at least as long as the branches to come
+    for end, equally_long in groupby(branches, lambda branch: branch.end):
+        sibling_hashes = hashes.of([strands[strand].row for strand in siblings], end).tolist()
+        # By the hash of their first `end` + 1 tokens; of several with the same hash the first one counts.
+        strand_of = dict(zip(reversed(sibling_hashes), reversed(siblings), strict=True))
+        for branch in equally_long:
+            strand = strand_of.get(branch.hash)
+            same_row = branch.rows[0] if strand is None else strands[strand].row
+            hashes.check(branch.rows, same_row, fork.start, end)
+            if strand is None and not branch.is_last:
+                strand = strand_of[branch.hash] = len(strands)
+                siblings.append(strand)
+                strands.append(Strand(branch.rows[0], fork.start, end, fork.strand))
+            yield branch, fork if strand is None else Fork(strand, end)
 
 
 def _chained(strands: Sequence[Strand], forks: dict[int, Fork]) -> tuple[list[Strand], dict[int, Fork]]:
