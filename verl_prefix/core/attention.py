@@ -38,7 +38,8 @@ class GroupedAttention(torch.autograd.Function):
 
     Gradients of keys from caches go to the grad caches, not through autograd. `anchor` is that of a cache that needs
     gradients, if one does (`PrefixCache.anchor`). A sink (gpt-oss) is one more score per head, without a value: it
-    joins the log-sum-exp. `kept` has the results of attention that gradient checkpointing runs again.
+    joins the log-sum-exp. `kept` has the results of attention that gradient checkpointing runs again. A kept output
+    shares storage with what the layer got, so a layer must not write into attention's output.
     """
 
     @staticmethod
@@ -103,11 +104,12 @@ def _backward_of(
 
 
 class _KeyGradients:
-    """Gradients of the keys and values that a layer's calls read. Those of the packed row's own keys begin as the
-    causal call's; cross calls add to those of its strands. Those of other prefix keys go to grad caches.
+    """Gradients of the keys and values that a layer's calls read. Gradients of the packed row's own keys begin as the
+    causal call's, and cross calls add to the gradients of its strands. Gradients of other prefix keys go to grad
+    caches.
 
-    Gradients of strands add up in fp32, as those of waves in the grad cache, unless one call reads one slice: then in
-    place.
+    Where several additions may meet in one token of a strand, strands add up in an fp32 copy (fp64), as waves do in the
+    grad cache. Where one call reads one slice, the single addition is done in place.
 
     Args:
         causal_grads: dk and dv [n, K, D] of the causal call.
@@ -119,11 +121,12 @@ class _KeyGradients:
         self._site, packed_row = site, site.packed_row
         prefixes = [prefix for call in (causal, *crosses) for prefix in call.prefixes]
         read = [prefix.grad_tokens for prefix in prefixes if prefix.level == packed_row.source.level]
-        self._own = [grad[causal.own_at] for grad in causal_grads]
-        adds_up = len(read) > 1 or any(isinstance(at, torch.Tensor) for at in read)
-        self._strands = [x[: packed_row.num_strand_tokens] for x in self._own]  # strands are its first tokens
-        wide = torch.promote_types(self._own[0].dtype, torch.float32)
-        self._totals = [x.to(wide) if adds_up else x for x in self._strands]
+        self._own = [grad[causal.own_at] for grad in causal_grads]  # dk and dv of the packed row's own keys
+        self._adds_up = len(read) > 1 or any(isinstance(at, torch.Tensor) for at in read)
+        self._strand_totals = [grad[: packed_row.num_strand_tokens] for grad in self._own]  # views of `_own`
+        if self._adds_up:
+            wide = torch.promote_types(self._own[0].dtype, torch.float32)
+            self._strand_totals = [total.to(wide, copy=True) for total in self._strand_totals]
         self.send(causal, causal_grads)
 
     def send(self, call: Call, grads: Sequence[torch.Tensor]) -> None:
@@ -132,14 +135,14 @@ class _KeyGradients:
         for prefix in call.prefixes:
             parts = (prefix.summed(grad[prefix.at]) for grad in grads)
             if prefix.level == packed_row.source.level:
-                for total, part in zip(self._totals, parts, strict=True):
+                for total, part in zip(self._strand_totals, parts, strict=True):
                     add_at(total, prefix.grad_tokens, part)
             elif caches[prefix.level].anchor(layer).requires_grad:
                 caches[prefix.level].add_grad(layer, prefix.grad_tokens, *parts)
 
     def of_own_keys(self) -> list[torch.Tensor]:
         """dk and dv [T, K, D] of the packed row's own keys, after every call was sent."""
-        for strand_grads, total in zip(self._strands, self._totals, strict=True):
-            if total is not strand_grads:
-                strand_grads.copy_(total)
+        if self._adds_up:
+            for grad, total in zip(self._own, self._strand_totals, strict=True):
+                grad[: len(total)] = total
         return self._own
