@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
+from verl_prefix.core.output_index import OutputIndex
 from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.prefix_cache import OUTPUTS, PrefixCache, ReadPrefix
 from verl_prefix.core.runs import on_device
@@ -78,7 +79,9 @@ class TokenBatch:
         is_read: [N] bool in host memory: tokens whose outputs the loss reads; None: all of responses. lm_head runs on
             these, and on one other where a backward, or a rank beside this one, needs it.
         routes: [N, layers, k] int16 in host memory, as of `ForwardContext`; None: routers choose.
-        records: after a forward the routes that its tokens took are copied to `routes`, which must be given.
+        records: each forward copies the routes that its tokens took to `routes`, which must be given. A token that
+            several rows share gets its routes in one row alone (`Strand.row`): whoever made the batch copies them to
+            the other rows.
     """
 
     input_ids: torch.Tensor
@@ -144,29 +147,14 @@ class PackedForward:
     def gather_outputs(
         self, outputs: torch.Tensor, packed_row: PackedRow, caches: Sequence[PrefixCache]
     ) -> torch.Tensor:
-        """Outputs [m, k] of a packed row's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
-        output, and outputs of phases A around."""
+        """Outputs [m, k] of a packed row's `head_tokens` -> the outputs that rows read [n, k]."""
         index = packed_row.output_index
         if self.model.is_early_stage or index is None:
             return outputs
-        gathered = outputs.new_empty(len(index.places), outputs.shape[-1])
-        for level in index.level_of.unique().tolist():
-            is_here = index.level_of == level
-            read, computed = index.row_tokens[is_here], packed_row.levels[level].head_tokens
-            is_own = level == packed_row.source.level
-            if is_own and torch.equal(read, computed):
-                part = outputs
-            else:
-                at = on_device(torch.searchsorted(computed, read), outputs.device)
-                if is_own:
-                    part = outputs[at]
-                else:
-                    (of_phase_a,) = caches[level].read(OUTPUTS)
-                    part = ReadPrefix.apply(of_phase_a, at, caches[level], OUTPUTS)  # type: ignore[no-untyped-call]
-            if is_here.all():
-                return part
-            gathered = gathered.index_copy(0, on_device(is_here.nonzero()[:, 0], outputs.device), part)
-        return gathered
+        is_own = index.level_of == packed_row.source.level
+        if is_own.all() and torch.equal(index.row_tokens, packed_row.head_tokens):  # always in groups of one prompt
+            return outputs
+        return _gather_from_levels(outputs, packed_row, index, caches)
 
     def _run(
         self, batch: TokenBatch, packed_row: PackedRow, outer_caches: Sequence[PrefixCache],
@@ -203,6 +191,25 @@ class PackedForward:
         return result if self.model.is_early_stage else share.gather(result)
 
 
+def _gather_from_levels(
+    outputs: torch.Tensor, packed_row: PackedRow, index: OutputIndex, caches: Sequence[PrefixCache]
+) -> torch.Tensor:
+    """`PackedForward.gather_outputs` in deeper trees, where several rows may read the same output, and rows may read
+    outputs of phases A around."""
+    gathered = outputs.new_empty(len(index.places), outputs.shape[-1])
+    for level in index.level_of.unique().tolist():
+        is_here = index.level_of == level
+        computed = packed_row.levels[level].head_tokens
+        at = on_device(torch.searchsorted(computed, index.row_tokens[is_here]), outputs.device)
+        if level == packed_row.source.level:
+            part = outputs[at]
+        else:
+            (of_phase_a,) = caches[level].read(OUTPUTS)
+            part = ReadPrefix.apply(of_phase_a, at, caches[level], OUTPUTS)  # type: ignore[no-untyped-call]
+        gathered = gathered.index_copy(0, on_device(is_here.nonzero()[:, 0], outputs.device), part)
+    return gathered
+
+
 class _Share(NamedTuple):
     """The tokens of a packed row that this rank computes: all of them, or one of several `shards`.
 
@@ -231,7 +238,8 @@ class _Share(NamedTuple):
 
 
 def _record(batch: TokenBatch, forward_context: ForwardContext) -> None:
-    """Writes the routes of a pass into the batch's routes. Each rank that shares the packed row gets all its routes."""
+    """Writes the routes of a pass into the batch's routes, at the places of the packed row's tokens alone. Each rank
+    that shares the packed row gets all its routes."""
     assert batch.routes is not None and forward_context.routes is not None
     routes, shards = forward_context.routes, forward_context.shards
     if shards is not None:
