@@ -57,6 +57,9 @@ def test_the_example_of_nesting():
     (inner,) = trunk.phased
     assert inner.num_tokens == 40 and [wave.groups[0].rows for wave in inner.waves] == [(4, 5), (6, 7)]
     assert not trunk.waves and inner.nested == inner.waves
+    plans = [make_plan([group], 100, *options) for options in (("auto",), ("packed",))]
+    plans.append(make_plan([group], 100, "auto", nests=False))
+    assert [plan.num_physical_tokens for plan in plans] == [180, 300, 260]
 
 
 @settings(max_examples=300)

@@ -11,6 +11,10 @@ each with their suffixes. Turn 3 has 40, and four suffixes of 10 after it.
         phase C
     phase C
 
+Counted, these passes compute 180 tokens. Phased passes that do not nest would compute 260, and packed passes 300, since
+each of them repeats the trunk. Simulated, an update on sessions of 10 turns takes 5.60 s with nested passes, and 6.31 s
+with packed passes within the same budget (examples/results/simulated_turns.md).
+
 The tree is read as stretches (`stretches`), and the search takes the cheapest way for each state:
 
 - A state is a stretch, with the number of tokens that are alive before it: those of the phases A around.
