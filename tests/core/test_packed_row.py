@@ -27,6 +27,7 @@ from verl_prefix.core.planning import (
 )
 from verl_prefix.core.prefix_cache import add_at
 from verl_prefix.core.runs import Segment
+from verl_prefix.core.states import StateIndex
 from verl_prefix.core.trees import group_trees
 
 CPU = torch.device("cpu")
@@ -331,6 +332,15 @@ def test_the_example_of_the_readme():
     causal, cross = packed_row.calls(AttentionParams(1.0), CPU)
     assert causal.spans.q == causal.spans.k == (0, 8, 13, 17, 20, 23, 26, 29)
     assert cross.queries == slice(8, 29) and cross.spans.q == (0, 12, 18, 21) and cross.spans.k == (0, 8, 21, 33)
+
+
+def test_the_example_of_last_tokens():
+    """In the docstring of `StateIndex.last_tokens`, behind an outer strand of 10 tokens."""
+    outer = ((0, 10),)
+    strands = [Segment(1), Segment(3, outer)]
+    paths = [((10, 1),), ((0, 10), (11, 1)), ((0, 10), (11, 3))]
+    states = StateIndex(strands, [Segment(4, paths[-1])], 10, paths, [])
+    assert states.last_tokens(2, CPU).tolist() == [[0, 1], [12, 2], [3, 4]]
 
 
 def test_siblings_tails_are_added_to_one_run_of_tokens():

@@ -106,9 +106,19 @@ class StateIndex:
         return self._starts[of, device]
 
     def last_tokens(self, length: int, device: torch.device) -> torch.Tensor:
-        """[M, length] int64: the last `length` inputs on each path with a state, as indices of [zero | T | inherited]:
-        a zero where the path is shorter; the packed row's T tokens; and [strands, length], flattened, the inputs before
-        each strand that continues an outer one. Built once."""
+        """[M, length] int64: the last `length` inputs on each path with a state, as indices of three parts: a zero,
+        which stands where a path is shorter; the packed row's T inputs; and for each strand the `length` inputs before
+        it, which it inherits if it continues an outer strand. Built once.
+
+        For example, `length` is 2, and strand 1 continues an outer strand:
+
+            zero   strand 0   strand 1   suffixes   before strand 0   before strand 1
+            0      1          2 3 4      5 6 7 8    9 10              11 12
+
+            path ends after strand 0                  [0, 1]
+            path ends after strand 1's first token    [12, 2]
+            path ends after strand 1                  [3, 4]
+        """
         if (length, device) not in self._last_tokens:
             strands = self._segments["strands"]
             inherited = 1 + sum(segment.length for segments in self._segments.values() for segment in segments)
