@@ -58,8 +58,8 @@ class Group:
     """Rows of one batch that share tokens: a tree of strands, with the rows' suffixes as its leaves.
 
     `of_prompt` makes a group of one prompt, which has one strand. Deeper trees come from `trees`, with their rows depth
-    first. A row without a suffix has an empty response, or in deeper trees lies in strands; then the next row that has
-    one begins with the same tokens.
+    first. The rows of an agent's session, one for each turn, are such a tree. A row without a suffix has an empty
+    response, or in deeper trees lies in strands; then the next row that has one begins with the same tokens.
 
     A row's fork is where the strands of this group end for it. So a row has other forks in other groups of a plan. For
     example, a row shares its first 10 tokens. A phase A computes 6 of them, and a nested pass the other 4. The row's
@@ -69,7 +69,8 @@ class Group:
         rows: numbers of the rows in the batch.
         row_ends: how many of each row's first tokens are computed: all but the last one, whose output nobody reads. A
             row has the same end in all groups of a plan (`Plan.with_last_tokens` adds the last token).
-        strands: each stands after its parent; none where no token comes before the suffixes.
+        strands: each stands after its parent; none where no token comes before the suffixes. Each strand that this pass
+            computes ends where some row's suffix or another strand begins.
         forks: of each row, where its suffix begins.
         first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.
         num_outer: how many of the first strands phases A around this pass have computed: all of them in a wave.

@@ -93,8 +93,8 @@ def num_own_strand_outputs(group: Group) -> int:
                     read.add((strand, max(start, first), end))
     count, counted_until = 0, dict[int, int]()
     for strand, start, end in sorted(read):
-        start = max(start, counted_until.get(strand, 0))
-        if end > start:
-            count += end - start
+        first_new = max(start, counted_until.get(strand, 0))
+        if end > first_new:
+            count += end - first_new
             counted_until[strand] = end
     return count

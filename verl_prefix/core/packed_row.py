@@ -121,7 +121,8 @@ def pack_groups(
     itself. So is a phase A of prompts of one token.
 
     Args:
-        groups: in any order; in that of `planning.live_in_pass_order` cross calls copy no queries.
+        groups: in any order. In the order of `planning.live_in_pass_order`, the suffixes that read a prefix are
+            neighbours, so that no cross call of groups of one prompt copies its queries.
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
         phase: which forward it is for; a phase A has no suffixes.
         outer: of a nested pass, the packed row of the phase A around it; it and those around it have the outer strands

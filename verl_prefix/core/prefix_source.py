@@ -43,8 +43,8 @@ class PrefixSource:
 
     @property
     def level(self) -> int:
-        """The packed row's own level, which is the last one, and so the number of packed rows around it. Wherever
-        caches are passed, `caches[i]` is that of level i."""
+        """The packed row's own level, which is the last one, and so the number of packed rows around it. A sequence of
+        caches has the cache of level i at index i."""
         return len(self.level_starts) - 1
 
     @property
