@@ -124,9 +124,9 @@ def _branches(ends: Mapping[int, tuple[int, bool]], hash_of: Mapping[int, int]) 
 def _follow(
     branches: Iterable[_Branch], fork: Fork, strands: list[Strand], hashes: "Hashes"
 ) -> Iterator[tuple[_Branch, Fork]]:
-    """Yields each branch of `fork` with the fork that its rows reach. This is the branch's end in the strand that has
-    its tokens. Where no strand has the tokens, a branch of rows that go on becomes a strand, which is appended to
-    `strands`. Rows that end there stay at `fork`: their tokens are suffixes."""
+    """Yields each branch of `fork` with the fork that its rows reach. If a strand begins with the branch's tokens, the
+    rows reach a fork in that strand. If not, the branch of rows that go on is appended to `strands` as a new strand,
+    and rows that end stay at `fork`: their tokens become suffixes."""
     siblings: list[int] = []  # strands that begin at this fork, each at least as long as the branches to come
     for end, equally_long in groupby(branches, lambda branch: branch.end):
         sibling_hashes = hashes.of([strands[strand].row for strand in siblings], end).tolist()
