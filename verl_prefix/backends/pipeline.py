@@ -60,8 +60,10 @@ class _MicroBatch(NamedTuple):
 
     @classmethod
     def of(cls, planned: PackedPass, batch: TokenBatch, outer: PhaseA | None = None, part: str = "") -> "_MicroBatch":
-        packed_row = packed_row_of(planned, batch, outer)
-        return cls(packed_row, outer.caches if outer else (), PassNote(planned.phase, packed_row.groups, part))
+        note = PassNote(planned.phase, planned.groups, part)
+        with note:
+            packed_row = packed_row_of(planned, batch, outer)
+        return cls(packed_row, outer.caches if outer else (), note)
 
 
 @dataclass(eq=False)
