@@ -14,6 +14,7 @@ import torch
 
 from verl_prefix.core import kernels
 from verl_prefix.core.calls import Call, Spans
+from verl_prefix.core.errors import NoFastKernel
 from verl_prefix.core.kernels import aten, choose_kernel, flash_attn, reference
 from verl_prefix.core.kernels.package_advice import missing_package
 from verl_prefix.models.advice import advising
@@ -97,6 +98,21 @@ def install(monkeypatch):
     yield installed
     for cached in (flash_attn._installed, kernels._chosen):
         cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "remedy"),
+    [
+        ((8, 0), torch.bfloat16, 128, "flash-attn"), ((8, 0), torch.float32, 128, "16 bits"),
+        ((8, 0), torch.bfloat16, 512, None), ((7, 5), torch.bfloat16, 128, None), ((7, 5), torch.float32, 128, None),
+    ],
+)  # fmt: skip
+def test_no_remedy_is_named_where_no_package_runs(monkeypatch, install, capability, dtype, head_dim, remedy):
+    install(capability)
+    monkeypatch.setattr(aten, "unavailable", lambda: "not here")
+    with pytest.raises(NoFastKernel) as raised:
+        choose_kernel("auto", "cuda", dtype, head_dim)
+    assert raised.value.remedy == remedy
 
 
 @pytest.mark.parametrize(

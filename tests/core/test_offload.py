@@ -509,6 +509,25 @@ def test_without_room_on_the_host_tensors_stay(monkeypatch, counts):
     assert not any(counts.values())
 
 
+def test_where_the_host_refuses_a_page_tensors_stay(monkeypatch, counts, caplog):
+    """By a limit on locked memory, for example, which `host_room` does not see."""
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def empty(self, *size, **options):
+            raise RuntimeError("out of locked memory")
+
+    model = build()
+    without = measure(model)
+    monkeypatch.setattr(host_memory, "torch", Torch())
+    host_pages.cache_clear()
+    assert same_bits(measure(model, offload=True), without)
+    host_pages.cache_clear()
+    assert not any(counts.values()) and caplog.text.count("stays on the GPU: out of locked memory") == 1
+
+
 def test_prefetch_out_of_device_memory_is_left_to_demand(monkeypatch, counts):
     model, copy_in = build(), OffloadedPrefixCache._copy_in
     prefetch = OffloadedPrefixCache._prefetch

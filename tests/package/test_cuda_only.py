@@ -27,6 +27,7 @@ PLACES = {
     "core/kernels/aten.py:unavailable": f"{CORE}:test_torchs_own_flash_attention_runs_from_sm_80_on",
     "core/kernels/flash_attn.py:_installed": NEWEST,
     "core/kernels/flash_attn.py:missing_best": NEWEST,
+    "core/kernels/flash_attn.py:runs_on_this_gpu": f"{FLASH}:test_no_remedy_is_named_where_no_package_runs",
     "core/kernels/flash_attn.py:unavailable": NEWEST,
     "core/kernels/cuda_rules.py:unsupported_by_all": LOG_LINE,
     "core/meter.py:Meter.seconds": f"{CORE}:test_phases_are_timed_by_events_for_which_only_the_reader_waits",

@@ -2,12 +2,15 @@
 
 import functools
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 64 << 20  # a power of two: torch rounds pinned allocations up to one
 # Bytes that may be on their way to the host. With more the host waits, or over a slow PCIe all would stay on the GPU.
@@ -44,6 +47,7 @@ class HostPages:
         stream: of all copies; None on CPU, where a copy is done at once.
         free: pages that nobody holds.
         num_pages: how many there are.
+        is_full: the host refused a page, by a limit that `host_room` does not read, as on locked memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,12 +55,18 @@ class HostPages:
         self.stream = None if device.type == "cpu" else self.module.Stream(device)
         self.free: list[torch.Tensor] = []
         self.num_pages = 0
+        self.is_full = False
 
     def take(self) -> torch.Tensor | None:
         """A page, or None where the host has no room for another."""
-        if not self.free and ((room := host_room()) is None or room >= PAGE_BYTES):
-            self.free.append(torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self.stream is not None))
-            self.num_pages += 1
+        if not self.free and not self.is_full and ((room := host_room()) is None or room >= PAGE_BYTES):
+            try:
+                self.free.append(torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self.stream is not None))
+                self.num_pages += 1
+            except RuntimeError as error:
+                self.is_full = True
+                held = self.num_pages * PAGE_BYTES / 2**30
+                logger.warning("prefix: host gives %.1f GiB and no more; the rest stays on the GPU: %s", held, error)
         return self.free.pop() if self.free else None
 
 

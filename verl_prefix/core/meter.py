@@ -32,7 +32,8 @@ class Meter:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds so far of each kind of forward, and of phases C. Reading waits for the device."""
+        """Seconds so far by kind of phase: of packed passes and waves with loss and backward, of phases A (which are
+        forwards alone), and of phases C. Reading waits for the device."""
         seconds: dict[str, float] = {}
         for phase, start, end in self._moments:
             if isinstance(end, torch.cuda.Event):

@@ -93,8 +93,9 @@ def _chosen(
         what = f"{device_type}, {dtype}, head dim {head_dim}{', softcap' if softcap else ''}"
         if device_type == "cuda":
             reason = unsupported_by_all(device_type, dtype, head_dim)
-            takes_head_dim = unsupported_by_all(device_type, torch.bfloat16, head_dim) is None
-            remedy: Remedy | None = ("16 bits" if reason else "flash-attn") if takes_head_dim else None
+            takes_bf16 = unsupported_by_all(device_type, torch.bfloat16, head_dim) is None
+            can_run = takes_bf16 and flash_attn.runs_on_this_gpu()
+            remedy: Remedy | None = ("16 bits" if reason else "flash-attn") if can_run else None
             reason = reason or "; ".join(f"{other}: {refusal(KERNELS[other])}" for other in ("flash_attn", "aten"))
             raise NoFastKernel(f"no fast attention kernel for {what} ({reason})", remedy)
         logger.warning("prefix: no fast attention kernel for %s; the dense reference runs, which is slow", what)

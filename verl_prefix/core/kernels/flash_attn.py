@@ -124,6 +124,12 @@ def missing_best(head_dim: int, softcap: bool) -> str | None:
     return None if best in (FA2, None, *(one.module for one in _installed())) else best
 
 
+def runs_on_this_gpu() -> bool:
+    """Whether a package, installed or not, is the choice for this CUDA device's compute capability."""
+    capability = torch.cuda.get_device_capability()
+    return any(low <= capability < end for *_, low, end in _INTERFACES.values())
+
+
 def unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "torch.cuda.is_available() is False"
