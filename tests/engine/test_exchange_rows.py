@@ -613,7 +613,7 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
         """Of log-probs and then updates, two of them a step: tokens of groups, rows of 101 tokens, and groups, where
         not three. One prompt of three lies in both."""
         caplog.clear()
-        ranks = SimpleNamespace(sum_over_ranks=list, max_over_ranks=list, copies=1, stages=1, data_size=2)
+        ranks = SimpleNamespace(sum_over_ranks=list, max_over_ranks=list, model_size=1, pipeline_size=1, data_size=2)
         metrics = StepMetrics(SimpleNamespace(ranks=ranks, trains=False), PrefixConfig(**options), epochs)
         for i, (tokens, rows, *groups) in enumerate(batches):
             ids = torch.nested.as_nested_tensor([torch.full([101], i)] * rows, layout=torch.jagged)

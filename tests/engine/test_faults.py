@@ -400,7 +400,7 @@ ATTENTION = [1.0, 1.0, 0.0, 0.0]
 def _two_ranks(others: list[float]) -> SimpleNamespace:
     """MOCK: a backend of one of two ranks, of which the other says `others`."""
     ranks = SimpleNamespace(
-        max_over_ranks=lambda values: [max(pair) for pair in zip(values, others, strict=True)], stages=1
+        max_over_ranks=lambda values: [max(pair) for pair in zip(values, others, strict=True)], pipeline_size=1
     )
     return SimpleNamespace(ranks=ranks, gradient_bytes=lambda: 4.0)
 
@@ -547,7 +547,7 @@ def test_ranks_of_nodes_that_differ_reach_the_same_collective_and_keep_the_same(
             said.extend(map(float, values))
             return [max(pair) for pair in zip(said, others or said, strict=True)]
 
-        backend = SimpleNamespace(ranks=SimpleNamespace(max_over_ranks=max_over_ranks, stages=1))
+        backend = SimpleNamespace(ranks=SimpleNamespace(max_over_ranks=max_over_ranks, pipeline_size=1))
         return said, headroom.Headroom(backend, costs).choose_memory(plan, "auto", logits_once)
 
     (with_it, kept), (without, _) = choose(True), choose(False)

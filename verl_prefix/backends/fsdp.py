@@ -71,7 +71,7 @@ class FSDPBackend(HFBackend):
         engine = self._engine
         checkpointed = engine.model_config.enable_gradient_checkpointing
         world = torch.distributed.get_world_size()
-        return Memory.of_fsdp(engine.engine_config, world, checkpointed, self.ranks.slices, options)
+        return Memory.of_fsdp(engine.engine_config, world, checkpointed, self.ranks.sequence_size, options)
 
     def _backward(self, loss: torch.Tensor) -> None:
         scaler = self._engine.scaler

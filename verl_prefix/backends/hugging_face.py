@@ -56,8 +56,8 @@ class HFBackend(Backend):
         size = engine.ulysses_sequence_parallel_size
         self.ranks = Ranks(
             engine.get_data_parallel_group(), engine.get_data_parallel_rank(), engine.get_data_parallel_size(),
-            copies=size, slices=size, slice_group=engine.ulysses_parallel_group,
-            writes=engine.is_mp_src_rank_with_outputs(),
+            model_size=size, sequence_size=size, sequence_group=engine.ulysses_parallel_group,
+            is_writer=engine.is_mp_src_rank_with_outputs(),
         )  # fmt: skip
 
     @abstractmethod

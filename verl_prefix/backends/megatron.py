@@ -92,14 +92,14 @@ class MegatronBackend(Backend):
         self.trains: bool = not engine.engine_config.forward_only
         self.deterministic = bool(engine.engine_config.override_transformer_config.get("deterministic_mode"))
         size = engine.get_data_parallel_size()
-        slice_group = engine.get_context_parallel_group()
-        slices = slice_group.size()
+        sequence_group = engine.get_context_parallel_group()
+        sequence_size = sequence_group.size()
         self.ranks = Ranks(
             engine.get_data_parallel_group(), engine.get_data_parallel_rank(), size,
-            copies=torch.distributed.get_world_size() // size, slices=slices,
-            slice_group=slice_group if slices > 1 else None,
-            stages=engine.engine_config.pipeline_model_parallel_size, has_outputs=is_last_stage(),
-            writes=engine.is_mp_src_rank_with_outputs(),
+            model_size=torch.distributed.get_world_size() // size, sequence_size=sequence_size,
+            sequence_group=sequence_group if sequence_size > 1 else None,
+            pipeline_size=engine.engine_config.pipeline_model_parallel_size, has_outputs=is_last_stage(),
+            is_writer=engine.is_mp_src_rank_with_outputs(),
         )  # fmt: skip
 
     @property
@@ -177,7 +177,7 @@ class MegatronBackend(Backend):
         self, forward: PackedForward, step: Step, forward_only: bool, offload: bool, meter: Meter
     ) -> PlanRunner:
         backward = None if forward_only else self._backward
-        runner_type = PipelineRunner if self.ranks.stages > 1 else MegatronRunner
+        runner_type = PipelineRunner if self.ranks.pipeline_size > 1 else MegatronRunner
         return runner_type(forward, step, backward, offload=offload, meter=meter, module=self._module)
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -280,7 +280,7 @@ class MegatronBackend(Backend):
             self._kept_aside(),
             replaced(config, "moe_router_bias_update_rate", 0.0),
             replaced(config, "moe_aux_loss_coeff", no_balance),
-            replaced(self._engine, "_routed_num_tokens", functools.partial(_rows_times, self.ranks.slices)),
+            replaced(self._engine, "_routed_num_tokens", functools.partial(_rows_times, self.ranks.sequence_size)),
         ):
             yield
 
@@ -302,10 +302,11 @@ class MegatronBackend(Backend):
                 x.copy_(values)
 
 
-def _rows_times(slices: int, data: TensorDict) -> torch.Tensor:
+def _rows_times(sequence_size: int, data: TensorDict) -> torch.Tensor:
     """Stands in for verl's `_routed_num_tokens` of a batch. Where Megatron-Bridge divides gradients by tokens, verl
-    counts n // slices tokens of a micro-batch of n, and so loses the rest. With rows times slices there is no rest."""
-    return torch.tensor(len(data) * slices, device=data["input_ids"].device)
+    counts n // sequence_size tokens of a micro-batch of n, and so loses the rest. Of rows * sequence_size there is no
+    rest."""
+    return torch.tensor(len(data) * sequence_size, device=data["input_ids"].device)
 
 
 class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):

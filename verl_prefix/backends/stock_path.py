@@ -149,13 +149,13 @@ class FSDPStockPath:
             dense_mask=not is_varlen(attention),
             row_begins="zeros" if is_varlen(attention) else "jumps",
             separates_rows=engine.use_remove_padding and self._leak is not None,
-            wrong_when_sharded=None if ranks.slices == 1 else why_wrong_when_sharded(engine.module, attention),
+            wrong_when_sharded=None if ranks.sequence_size == 1 else why_wrong_when_sharded(engine.module, attention),
         )
 
     def run(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         """Computes a batch, without the fused kernels that the user asked for; returns verl's output. Rows are padded
         where packed ones would get wrong positions. Micro-batches have one row where packed rows would leak state. Each
-        rank of a slice group computes all rows alone where verl's sequence parallelism would be wrong."""
+        rank of a sequence-parallel group computes all rows alone where verl's sequence parallelism would be wrong."""
         data = data.copy()
         module = self._engine.module
         if self._unfused:
@@ -186,8 +186,8 @@ class FSDPStockPath:
     def _without_ulysses(self, data: TensorDict) -> Iterator[None]:
         """Context in which verl's engine computes without sequence parallelism.
 
-        The ranks of a slice group have the same rows, and each computes their whole loss. So all have the same
-        gradients, and FSDP's mean of them is right.
+        The ranks of a sequence-parallel group have the same rows, and each computes their whole loss. So all have the
+        same gradients, and FSDP's mean of them is right.
 
         The budget of a pass is what one rank may have, or the longest rows that stay together on any rank, if that is
         more. It is divided by `sp_size`, since verl multiplies `max_token_len_per_gpu` by it.
@@ -197,7 +197,7 @@ class FSDPStockPath:
             kept_together = data["input_ids"].offsets().diff().split(group_size)
             (longest,) = self._ranks.max_over_ranks([max(int(lens.sum()) for lens in kept_together)])
             budget = max(int(data["max_token_len_per_gpu"]), int(longest))
-            tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self._ranks.slices))
+            tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self._ranks.sequence_size))
         warn_once(
             logger,
             "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism",

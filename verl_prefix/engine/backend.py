@@ -29,31 +29,30 @@ class Ranks:
     """Where this rank stands among all.
 
     Attributes:
-        data_group: the process group of ranks that have different rows, one of each set of copies; also where this
-            rank is alone in it.
+        data_group: the data-parallel process group: ranks that have different rows, one of each model-parallel set.
         data_rank: this rank's number in it.
         data_size: how many ranks it has.
-        copies: how many ranks have the same rows: all of one sequence-, tensor-, context- and pipeline-parallel set.
-            `sum_over_ranks` counts each of them, so that its callers divide by `copies`.
-        slices: how many of the copies cut one packed row among themselves.
-        slice_group: their process group; None where `slices` is 1.
-        stages: how many stages of a pipeline are among the copies.
+        model_size: how many ranks a model-parallel set has, of tensor, sequence, context and pipeline parallelism
+            together. They have the same rows. `sum_over_ranks` counts each of them, so that its callers divide.
+        sequence_size: how many of these ranks cut one packed row among themselves: of sequence or context parallelism.
+        sequence_group: their process group; None where `sequence_size` is 1.
+        pipeline_size: how many stages the pipeline has.
         has_outputs: whether this rank sees outputs and losses, as the last stage alone does.
-        writes: True on one of the copies.
+        is_writer: True on one rank of a model-parallel set.
     """
 
     data_group: dist.ProcessGroup
     data_rank: int
     data_size: int
-    copies: int = 1
-    slices: int = 1
-    slice_group: dist.ProcessGroup | None = None
-    stages: int = 1
+    model_size: int = 1
+    sequence_size: int = 1
+    sequence_group: dist.ProcessGroup | None = None
+    pipeline_size: int = 1
     has_outputs: bool = True
-    writes: bool = True
+    is_writer: bool = True
 
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over all ranks, copies included, so that all of them decide alike. Exact for integers
+        """Element-wise maximum over all ranks, model-parallel ones too, so that all decide alike. Exact for integers
         below 2**53. Every rank calls it."""
         return _reduce(values, dist.ReduceOp.MAX)
 
@@ -63,7 +62,7 @@ class Ranks:
         return [(-int(negated), int(largest)) for negated, largest in zip(bounds[::2], bounds[1::2], strict=True)]
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over all ranks, copies included. Every rank calls it."""
+        """Element-wise sum over all ranks, model-parallel ones too. Every rank calls it."""
         return _reduce(values, dist.ReduceOp.SUM)
 
 
@@ -80,8 +79,8 @@ class StockFacts(NamedTuple):
         dense_mask: rows of one micro-batch read a T x T mask, as by sdpa. It makes long micro-batches cost more.
         separates_rows: rows are computed one by one, since packed ones would leak state; padded where ranks have
             different numbers of rows. Costs are then of single rows.
-        wrong_when_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
-            computes whole rows; None: it is right.
+        wrong_when_sharded: why verl's sequence parallelism would be wrong here. Each rank of a sequence-parallel group
+            then computes whole rows. None: it is right.
         equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows. If False, the
             self-check takes rows that run it equally often on every rank.
         row_begins: where verl begins a row in a pack. At "zeros": position ids 0. At "jumps": ids that do not go up by
@@ -209,7 +208,7 @@ class Backend(ABC):
         """
         forward = PackedForward(
             self._hooked_model(), of_logits, context=self.autocast, kernel=kernel, logits_chunk=logits_chunk,
-            keep_attention=keep_attention, context_type=context_type, sequence_group=self.ranks.slice_group,
+            keep_attention=keep_attention, context_type=context_type, sequence_group=self.ranks.sequence_group,
         )  # fmt: skip
         return self._runner(forward, step, forward_only, offload, meter or Meter())
 

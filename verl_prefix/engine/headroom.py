@@ -92,7 +92,7 @@ class Headroom:
             if not memory.attention_kept and not memory.all_logits:
                 return True
             may = (may_keep or not memory.attention_kept) and (may_have or not memory.all_logits)
-            return may and ranks.stages == 1 and ROOM_FACTOR * added_bytes <= room
+            return may and ranks.pipeline_size == 1 and ROOM_FACTOR * added_bytes <= room
 
         choices = [replace(least, attention_kept=attention, all_logits=logits) for attention, logits in _KEPT]
         added = [peak_bytes(shape, plan, (), memory) for memory in choices]

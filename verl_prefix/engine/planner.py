@@ -60,8 +60,8 @@ def cost_model_of(backend: Backend, options: PrefixConfig) -> CostModel:
         shape=backend.shape,
         dense_mask=stock_facts.dense_mask,
         wave_tokens=options.wave_tokens,
-        # Where the stock path cannot be sharded, each rank of a slice group computes every token there. Then sharing
-        # always gains, and no speedup is asked for.
+        # Where the stock path cannot be sharded, each rank of a sequence-parallel group computes every token there.
+        # Then sharing always gains, and no speedup is asked for.
         min_speedup=0 if stock_facts.wrong_when_sharded else options.min_speedup,
         memory=backend.memory(options),
         one_row=stock_facts.separates_rows,
@@ -103,7 +103,7 @@ class Planner:
         # If any rank must be deterministic, all are, since measuring runs collectives. Nodes may differ in the
         # environment variable that asks for it.
         (deterministic,) = backend.ranks.max_over_ranks([backend.deterministic or is_deterministic()])
-        if deterministic or backend.ranks.stages > 1:
+        if deterministic or backend.ranks.pipeline_size > 1:
             # No clock, which would choose differently from run to run, or would measure how long a pipeline fills.
             flops = costs.flops()
             known = flops if backend.trains else {"forward": flops["forward"]}
@@ -161,7 +161,7 @@ class Planner:
     def _predicted_bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
         """Returns the share of a batch's time in which the stages of a pipeline are expected to wait, as a metric; {}
         with one stage."""
-        if self._backend.ranks.stages == 1:
+        if self._backend.ranks.pipeline_size == 1:
             return {}
         bubble = self._costs.timeline(path, "forward" if forward_only else "update", self._costs.flops()).bubble
         if not forward_only:

@@ -79,7 +79,7 @@ class PrefixEngine:
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
         if self.prefix_config.trace_dir and backend.trains:
             ranks, options = backend.ranks, self.prefix_config
-            self._trace = open_trace(options, ranks.data_rank, ranks.data_size, ranks.writes, self, model_config)
+            self._trace = open_trace(options, ranks.data_rank, ranks.data_size, ranks.is_writer, self, model_config)
 
     def initialize(self) -> None:
         """Builds verl's engine, and what needs its model."""
@@ -122,7 +122,7 @@ class PrefixEngine:
         with together("reading routes"):
             data = data.copy()  # the caller's gets none of our flags
             data = with_routes(self.backend, data, forward_only, self._computes_ref)
-        tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
+        tu.assign_non_tensor(data, sp_size=self.backend.ranks.sequence_size)
         given, loss = BatchRows(data), Loss(loss_function)
         self._verification.count(forward_only)
         if self._planner is None:
@@ -276,7 +276,7 @@ class PrefixEngine:
         rows = BatchRows(data)
         if self.prefix_config.mini_batches == "prompts":
             (num_rows,) = ranks.sum_over_ranks([rows.num_real])
-            tu.assign_non_tensor(data, global_batch_size=int(num_rows) // ranks.copies)
+            tu.assign_non_tensor(data, global_batch_size=int(num_rows) // ranks.model_size)
         if self._trace is not None:
             self._trace.record(rows, loss_function, ranks.max_over_ranks)
         with self._headroom.measured_update() if self._planner else nullcontext():

@@ -67,7 +67,7 @@ class Agreement:
 
 @contextmanager
 def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -> Iterator[Agreement]:
-    """Runs its body, then finds out whether the body went well on every rank, copies included. The body has no
+    """Runs its body, then finds out whether the body went well on every rank, model-parallel ones too. The body has no
     collective, and no other `together`: a rank that fails earlier would leave the other ranks waiting there.
 
     Args:

@@ -84,7 +84,7 @@ class BothPaths:
     def ours(self, schedule: str, context_type: Callable[..., ForwardContext]) -> torch.Tensor:
         """Runs the passes of `plan_to_check`."""
         sample = self._sample
-        plan = plan_to_check(sample.group, self._budget, schedule, nests=self._backend.ranks.stages == 1)
+        plan = plan_to_check(sample.group, self._budget, schedule, nests=self._backend.ranks.pipeline_size == 1)
         loss = Loss(sample.loss, reads={"temperature", "verify_weight"})
         output, _ = self._run_plan(
             sample.rows, [sample.group], SharedPath(plan, self._memory), loss, self._forward_only,

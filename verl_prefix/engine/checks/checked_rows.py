@@ -36,7 +36,7 @@ def candidates(backend: Backend, rows: BatchRows, groups: Sequence[Group], budge
     groups = [group for group in groups if group.num_suffix_tokens] or groups
     wanted = ["a prompt"]  # of every rank, in words
     if backend.stock_facts.wrong_when_sharded:
-        most = budget // backend.ranks.slices
+        most = budget // backend.ranks.sequence_size
         fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
         groups = _with_chosen(groups, fits)
         wanted.append(f"with rows of at most {most} tokens (a rank's budget)")

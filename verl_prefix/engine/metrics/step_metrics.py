@@ -102,8 +102,8 @@ class StepMetrics:
         sums = self._ranks.sum_over_ranks([step.get(name, 0.0) for name in summed])
         maxima = self._ranks.max_over_ranks([step.get(name, 0.0) for name in largest])
         totals = dict(zip(largest, maxima, strict=True))
-        for name, value in zip(summed, sums, strict=True):  # each rank of a set of copies counted the same
-            num_counts = self._ranks.copies // (self._ranks.stages if METRICS[name].by_last_stage else 1)
+        for name, value in zip(summed, sums, strict=True):  # each rank of a model-parallel set counted the same
+            num_counts = self._ranks.model_size // (self._ranks.pipeline_size if METRICS[name].by_last_stage else 1)
             totals[name] = value / num_counts
         self._advice.tell(totals, forward_only)
         reported = {name: totals[name] for name in step if METRICS[name].is_reported}

@@ -4,9 +4,9 @@
     rank 1: a1 b1 c1 d1      b0 b1 c0 c1      changes neither sums over ranks nor what the row gives back
 
 Each way takes a fixed number of collectives, all of tensors. Rows and tables go through the group of ranks that have
-different rows (`Ranks.data_group`). After each piece of work `together` asks all ranks of the job, copies too, whether
-it went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only sending tables and
-rows, and making buffers for tables, is outside of that.
+different rows (`Ranks.data_group`). After each piece of work `together` asks all ranks of the job, model-parallel ones
+too, whether it went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only
+sending tables and rows, and making buffers for tables, is outside of that.
 """
 
 import itertools
