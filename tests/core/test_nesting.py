@@ -15,6 +15,7 @@ from tree_models import FAMILIES, equal_hf, error, measure, small  # noqa: F401
 
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.nesting import Nesting
+from verl_prefix.core.pass_notes import PassNote
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.planning import make_plan
 from verl_prefix.testing.rollouts import flatten, turn_rollouts
@@ -57,6 +58,8 @@ def test_the_example_of_nesting():
     (inner,) = trunk.phased
     assert inner.num_tokens == 40 and [wave.groups[0].rows for wave in inner.waves] == [(4, 5), (6, 7)]
     assert not trunk.waves and inner.nested == inner.waves
+    notes = [PassNote(one.phase, one.groups) for one in (trunk.packed[0], inner, inner.waves[0])]
+    assert [note.phase for note in notes] == ["nested", "phase_a", "wave"]
     plans = [make_plan([group], 100, *options) for options in (("auto",), ("packed",))]
     plans.append(make_plan([group], 100, "auto", nests=False))
     assert [plan.num_physical_tokens for plan in plans] == [180, 300, 260]

@@ -784,8 +784,8 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
 def _reasons_for_stock(models: dict) -> list[str]:
     data, engine = _batch(0, 512, {}), _engine("prefix", models["qwen3"], {"min_speedup": 1e6})
     groups = [Group.of_prompt((row,), 10, (5,)) for row in range(len(data))]
-    plan = functools.partial(engine._planner.plan, BatchRows(data), groups)
-    plans = [plan(forward_only, set()) for forward_only in (False, True, False)]
+    plan = functools.partial(engine._planner.plan, BatchRows(data), BatchRows(data), groups)
+    plans = [plan(forward_only) for forward_only in (False, True, False)]
     return [why.reason for why in plans]
 
 
@@ -799,15 +799,15 @@ def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
     options = {"schedule": "phased", "verify": "off"} | dict(options)
     engine, said = _engine("prefix", models["qwen3"], options), []
     data, plans = _batch(0, engine.model_config.hf_config.vocab_size, options | groups), []
-    run_plan = engine.run_plan
+    run = engine._passes.run
 
     def seen(rows, groups, path, *args, **more):
         plans.append(path.plan)
-        return run_plan(rows, groups, path, *args, **more)
+        return run(rows, groups, path, *args, **more)
 
     with (
         mock.patch.object(plan_advice.logger, "warning", lambda text, *values: said.append(text % values)),
-        mock.patch.object(engine, "run_plan", seen),
+        mock.patch.object(engine._passes, "run", seen),
         engine.train_mode(disable_auto_offload=True),
     ):
         for _ in range(2):

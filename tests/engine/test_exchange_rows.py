@@ -216,7 +216,8 @@ def opened(data, trees, option: str = "auto", was_cut: bool = False):
         BatchRows(data),
         Loss(None),
         exchange_option=option,
-        tree_rule=trees._replace(was_cut=was_cut),
+        tree_rule=trees,
+        was_cut=was_cut,
         skips_dead=False,
     )
 
@@ -540,7 +541,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
         ranks = SimpleNamespace(data_size=1)
         backend = SimpleNamespace(ranks=ranks)
         exchange = open_exchange(
-            backend, BatchRows(data), Loss(None), exchange_option="auto", tree_rule=TreeRule(),
+            backend, BatchRows(data), Loss(None), exchange_option="auto", tree_rule=TreeRule(), was_cut=False,
             skips_dead=False,
         )  # fmt: skip
     assert exchange.groups == groups
@@ -558,7 +559,7 @@ def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
     rules = [TreeRule(over) for over in ("off", "uid", "batch")]
     found = {rule.scope: (rule.cuts_rows(*one), rule.cuts_rows(*several)) for rule in rules}
     assert found == {"off": (False, False), "uid": (False, True), "batch": (True, True)}
-    assert [rule._replace(was_cut=True).cuts_rows(*one) for rule in rules] == [False, True, True]
+    assert [rule.cuts_rows(*one, was_cut=True) for rule in rules] == [False, True, True]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

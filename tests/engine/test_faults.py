@@ -626,7 +626,7 @@ def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
     [
         ("packed", None, False, "verl_prefix: lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
         (
-            "phased", "packed", True, "verl_prefix: set actor_rollout_ref.actor.prefix.offload=True, or set "
+            "phased", "nested", True, "verl_prefix: set actor_rollout_ref.actor.prefix.offload=True, or set "
             "actor_rollout_ref.model.enable_gradient_checkpointing=True, or lower "
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         ),

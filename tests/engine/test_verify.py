@@ -444,6 +444,11 @@ def test_a_miss_names_the_update_and_the_rows(monkeypatch):
     assert checks.check(*args, True) == (None, {})
     with pytest.raises(RuntimeError, match=r"prefix.verify, update 3: .*\(this rank compared rows of uid a\)"):
         checks.check(*args, False)
+    goes_on = Verification(backend, PrefixConfig(verify_action="fallback"), None)
+    monkeypatch.setattr(goes_on, "_verdict", checks._verdict)
+    backend.shape, backend.output_names = types.SimpleNamespace(recurrent_layers=0), lambda flags: ["log_probs"]
+    path, _ = goes_on.check(*args, False)
+    assert path is goes_on.failure and "updates of this step still go by log-probs of the shared path" in path.reason
 
 
 def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():

@@ -24,7 +24,6 @@ class PassNote(AbstractContextManager[None]):
     """
 
     def __init__(self, phase: str, groups: Sequence[Group], part: str = "") -> None:
-        self.phase = phase
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         rows = [list(group.rows) for group in groups]
         own, outer = sum(g.num_own_strand_tokens for g in groups), sum(g.num_outer_tokens for g in groups)
@@ -32,6 +31,7 @@ class PassNote(AbstractContextManager[None]):
         counts += [] if phase in ("phase_a", "phase_c") else [f"{sum(g.num_suffix_tokens for g in groups)} suffix"]
         held = f"{len(groups)} groups of rows {listed(rows)}, {' and '.join(counts)} tokens"
         held += f" after {outer} prefix tokens of phases A" if outer else ""
+        self.phase = "nested" if outer and phase == "packed" else phase
         self.where = f"{part or phase}, rank {rank}: {held if groups else 'a dummy without rows'}"
 
     def __enter__(self) -> None:
@@ -42,7 +42,8 @@ class PassNote(AbstractContextManager[None]):
         self.note(error)
 
     def note(self, error: BaseException | None) -> None:
-        """Adds to an error where it was raised, unless it says so already."""
+        """Adds to an error where it was raised, unless it says so already. Its `prefix_phase` is then the phase, or
+        "nested" for a packed pass inside of a phased one."""
         if error is None or isinstance(error, GeneratorExit) or hasattr(error, "prefix_phase"):
             return
         add_note(error, f"verl_prefix was in {self.where}")

@@ -195,10 +195,17 @@ class Backend(ABC):
         return
 
     def new_runner(
-        self, of_logits: LogitsFn, step: Step, forward_only: bool, offload: bool = False, meter: Meter | None = None,
-        kernel: str = "auto", logits_chunk: int = LOGITS_CHUNK, keep_attention: bool = False,
+        self,
+        of_logits: LogitsFn,
+        step: Step,
+        forward_only: bool,
+        offload: bool = False,
+        meter: Meter | None = None,
+        kernel: str = "auto",
+        logits_chunk: int = LOGITS_CHUNK,
+        keep_attention: bool = False,
         context_type: Callable[..., ForwardContext] = ForwardContext,
-    ) -> PlanRunner:  # fmt: skip
+    ) -> PlanRunner:
         """Makes a runner of plans on this model, with its autocast and its synchronisation of gradients.
 
         Args:
@@ -232,9 +239,13 @@ class Backend(ABC):
 
     @abstractmethod
     def token_outputs(
-        self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, unscaled: bool,
+        self,
+        logits: torch.Tensor,
+        tokens: TensorDict,
+        temperature: torch.Tensor,
+        unscaled: bool,
         processor: Callable[..., Any] | None,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
+    ) -> dict[str, torch.Tensor]:
         """verl's outputs of tokens, `output_names` among them, [n] each.
 
         Args:

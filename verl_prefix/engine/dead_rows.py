@@ -9,7 +9,7 @@ from verl.utils.device import get_device_id
 
 from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE, gradient_without_advantage
 from verl_prefix.core.plan import Plan
-from verl_prefix.engine.loss import Loss
+from verl_prefix.engine.loss import Kind, Loss
 from verl_prefix.engine.pass_results import micro_batch_of
 from verl_prefix.engine.rows import BatchRows
 
@@ -18,12 +18,13 @@ _CHECKED_AT_ONCE = 8  # rows
 
 def find_dead(loss: Loss, rows: BatchRows) -> frozenset[int]:
     """Returns the numbers of dead rows: where response_mask is 1 their advantages are 0, so that they have no loss and
-    no gradient. A rank finds none where anything of its own rows is not finite, or where outputs are wanted back.
+    no gradient. If any value that the loss reads is not finite on this rank, or if outputs are wanted back, none of the
+    rank's rows is dead.
 
     Raises:
         ValueError: rows without advantage have a gradient in this loss.
     """
-    if isinstance(loss.function, functools.partial) and loss.kind.is_verls and not loss.kind.distills:
+    if isinstance(loss.function, functools.partial) and loss.kind is Kind.POLICY and not loss.takes_logits:
         why = gradient_without_advantage(loss.function.keywords["config"])
     else:
         why = "a loss that is not verl's own of policies; use verl's"

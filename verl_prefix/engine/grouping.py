@@ -18,31 +18,30 @@ CACHE_BLOCKS = (16, 32, 64, 128, 256)
 
 
 class TreeRule(NamedTuple):
-    """By what rule rows share more than whole prompts. Of an engine's batches only `was_cut` may differ.
+    """By what rule rows share more than whole prompts. It is the same for all batches of an engine.
 
     Attributes:
         scope: `PrefixConfig.trees`: "off", or among which rows a tree is looked for, those of a "uid" or a "batch".
         ends: tokens that end a message (`messages.end_tokens`).
         config: the model's config, which names visual tokens.
-        was_cut: whether rows of an earlier batch were cut at the ends of messages. Under "uid" all later ones then are:
-            log-probs and updates have different rows, and must be cut alike.
     """
 
     scope: str = "off"
     ends: frozenset[int] = frozenset()
     config: Any = None
-    was_cut: bool = False
 
-    def cuts_rows(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
+    def cuts_rows(self, uids: Sequence[Hashable], keys: Sequence[Hashable], was_cut: bool = False) -> bool:
         """Whether the rows of a batch are cut at the ends of messages. Under "uid" they are if they are turns: a uid
         then has several prompts.
 
         Args:
             uids: of each row.
             keys: of each row: equal where prompts are.
+            was_cut: whether an earlier batch was cut. Under "uid" this batch then is, too: log-probs and updates have
+                different rows, and must be cut alike.
         """
         if self.scope == "uid":
-            return self.was_cut or len({*zip(uids, keys, strict=True)}) > len({*uids})
+            return was_cut or len({*zip(uids, keys, strict=True)}) > len({*uids})
         return self.scope == "batch"
 
 
@@ -83,14 +82,14 @@ def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group
         groups: of these rows, by `tree_rule`.
     """
     groups_by = {tree_rule.scope: groups}
-    are_turns = tree_rule._replace(scope="uid", was_cut=False).cuts_rows(rows.uids, rows.keys)
+    are_turns = tree_rule._replace(scope="uid").cuts_rows(rows.uids, rows.keys)
     for scope in ("off", "uid", "batch"):
         if scope in groups_by:
             continue
         if scope == "batch" and any(rows.pixels) and not are_turns:
             groups_by[scope] = groups_by["uid"]
         else:
-            rule = tree_rule._replace(scope=scope, was_cut=False)
+            rule = tree_rule._replace(scope=scope)
             groups_by[scope] = group_rows(rows, rule, rule.cuts_rows(rows.uids, rows.keys))
     real = {scope: rows.without_padding(groups) for scope, groups in groups_by.items()}
     computed = {scope: float(sum(group.num_physical_tokens for group in groups)) for scope, groups in real.items()}

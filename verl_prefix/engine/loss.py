@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping, Set
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -21,31 +22,37 @@ logger = logging.getLogger(__name__)
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
 
-class LossKind(NamedTuple):
+class Kind(Enum):
+    """Whose loss it is. verl's own losses, as named here, sum over rows, and read only tokens whose response_mask is
+    1."""
+
+    NONE = auto()  # there is none: outputs alone are wanted
+    POLICY = auto()  # verl's own of a policy: of `LOSSES_OF_ROWS`, with distillation or without
+    VALUES = auto()  # verl's own of a critic
+    OTHER = auto()  # a user's, or one of verl's that is no sum over rows
+
+
+class LossFacts(NamedTuple):
     """What is known of a loss function.
 
     Attributes:
-        reads: names of the batch's fields that the loss reads besides tokens; None: it may read all fields.
-        is_verls: whether it is one of verl's own: of `LOSSES_OF_ROWS`, or a critic's. They sum over rows, and read only
-            tokens whose response_mask is 1.
-        of_values: whether it is a critic's.
-        distills: whether it is distillation_ppo_loss, which verl also calls with logits (as `processor`).
+        kind: whose it is.
+        reads: names of the batch's fields that it reads besides tokens; None: it may read all fields.
         needs_a_token: whether it raises where no token counts: where response_mask is 0 in all rows.
+        takes_logits: whether verl also calls it with logits (as `processor`), as distillation_ppo_loss.
     """
 
+    kind: Kind
     reads: Set[str] | None
-    is_verls: bool = False
-    of_values: bool = False
-    distills: bool = False
     needs_a_token: bool = False
+    takes_logits: bool = False
 
 
-def _kind_of(function: LossFunction | None, reads: Set[str] | None) -> LossKind:
-    """Finds what is known of a loss: little, unless it is verl's own and a sum over rows. verl's losses of distillation
-    are sums over tokens, and so over rows.
+def _facts_of(function: LossFunction | None, reads: Set[str] | None) -> LossFacts:
+    """Classifies a loss. verl's losses of distillation are sums over tokens, and so over rows.
 
     Args:
-        reads: `LossKind.reads` of a loss that is not verl's own.
+        reads: what a function of kind OTHER reads.
 
     Source: verl/workers/utils/losses.py (ppo_loss), verl/trainer/ppo/core_algos.py (compute_policy_loss_<mode>),
     verl/trainer/distillation/losses.py (distillation_ppo_loss). These raise where no token counts:
@@ -53,19 +60,19 @@ def _kind_of(function: LossFunction | None, reads: Set[str] | None) -> LossKind:
     verl/trainer/ppo/rollout_corr_helper.py.
     """
     if function is None:
-        return LossKind({"temperature"})
+        return LossFacts(Kind.NONE, {"temperature"})
     distills = getattr(function, "func", None) is distillation_ppo_loss
-    unknown = LossKind(reads, distills=distills, needs_a_token=distills)  # of a function that is not verl's own
+    other = LossFacts(Kind.OTHER, reads, needs_a_token=distills, takes_logits=distills)
     if not isinstance(function, functools.partial) or "config" not in function.keywords:
-        return unknown
+        return other
     if function.func is value_loss:  # of every token by itself, summed by agg_loss
-        return LossKind({"response_mask", "values", "returns"}, is_verls=True, of_values=True)
+        return LossFacts(Kind.VALUES, {"response_mask", "values", "returns"})
     if function.func not in (ppo_loss, distillation_ppo_loss):
-        return unknown
+        return other
     config = function.keywords["config"]
     mode: str = config.policy_loss.get("loss_mode", "vanilla")
     if mode not in LOSSES_OF_ROWS or not _has_verls(get_policy_loss_fn, mode):
-        return unknown
+        return other
     read = {"temperature", "response_mask", "advantages"}
     if mode != "gpg":
         read.add("old_log_probs")
@@ -76,9 +83,9 @@ def _kind_of(function: LossFunction | None, reads: Set[str] | None) -> LossKind:
     if distills:
         token_losses = function.keywords["distillation_config"].distillation_loss
         if not _has_verls(get_distillation_loss_fn, token_losses.loss_mode):
-            return unknown
+            return other
         read.add("teacher_logprobs")
-    return LossKind(read, is_verls=True, distills=distills, needs_a_token=distills or mode == "bypass_mode")
+    return LossFacts(Kind.POLICY, read, needs_a_token=distills or mode == "bypass_mode", takes_logits=distills)
 
 
 def _has_verls(loss_of_mode: Callable[[str], Callable[..., Any]], mode: str) -> bool:
@@ -95,7 +102,8 @@ def _loss_or_zero(function: LossFunction, /, **given: Any) -> tuple[torch.Tensor
     data, output = given.get("data"), given.get("model_output")
     if output is None or data is None:  # verl also calls the loss of top-k distillation with logits
         return function(**given)
-    if data["response_mask"].any() or not data["response_mask"].numel():  # for empty responses alone verl's raises
+    # Of empty responses alone no token can count: verl's loss raises, as it does without us.
+    if data["response_mask"].any() or not data["response_mask"].numel():
         return function(**given)
     mask = data["response_mask"].clone()
     (mask.values() if mask.is_nested else mask.view(-1))[0] = 1
@@ -124,17 +132,25 @@ class Loss:
 
     Args:
         function: as verl's engines get it; None: outputs alone are wanted, and the loss is 1.
-        reads: `LossKind.reads` of a function that is not verl's own.
+        reads: what a function of kind OTHER reads, as in `LossFacts`.
 
     Attributes:
-        kind: what is known of the function.
-        is_known: whether the function is one of verl's own, or None. Any other may read what does not travel.
+        kind, takes_logits, needs_a_token: of `LossFacts`.
     """
 
     def __init__(self, function: LossFunction | None, reads: Set[str] | None = None) -> None:
         self.function = function
-        self.kind = _kind_of(function, reads)
-        self.is_known = function is None or self.kind.is_verls
+        self.kind, self._reads, self.needs_a_token, self.takes_logits = _facts_of(function, reads)
+
+    @property
+    def is_verls(self) -> bool:
+        """Whether it is one of verl's own that sum over rows."""
+        return self.kind in (Kind.POLICY, Kind.VALUES)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all that it reads is known. A loss of another kind may read what does not travel."""
+        return self.kind is not Kind.OTHER
 
     def warn_of_limits(self) -> None:
         """Says once what a user's loss does not get, and must not do."""
@@ -148,24 +164,23 @@ class Loss:
 
     def floats(self, data: TensorDict) -> dict[str, torch.Tensor]:
         """Values of `data` from which a NaN can get into the loss."""
-        read = self.kind.reads
-        names = sorted(data.keys() if read is None else read & set(data.keys()))
+        names = sorted(data.keys() if self._reads is None else self._reads & set(data.keys()))
         floats = {name: data[name] for name in names if isinstance(data[name], torch.Tensor)}
         return {name: x.values() if x.is_nested else x for name, x in floats.items() if x.is_floating_point()}
 
     def needs_masked_outputs(self, data: TensorDict) -> bool:
         """Whether the loss needs outputs of tokens whose response_mask is 0. verl's losses of policies do not, if the
         batch has response_mask and old_log_probs, and if all that the loss reads is finite. If something is not finite,
-        masked tokens are computed as well: on the stock path a masked NaN spoils the update, and ours must not hide
-        it. A critic's loss gets them, too, since its head is cheap."""
-        if not self.kind.is_verls or self.kind.of_values or not {"response_mask", "old_log_probs"} <= set(data.keys()):
+        masked tokens are computed as well: on the stock path a masked NaN spoils the update, and the shared path must
+        not hide it. A critic's loss gets them, too, since its head is cheap."""
+        if self.kind is not Kind.POLICY or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
     def for_stock(self) -> LossFunction | None:
         """Returns the function as the stock path calls it. verl's loss may raise where no token of a micro-batch
         counts, as in one of padding alone. The returned function gives 0 there, and `neutral` metrics."""
-        if self.function is None or not self.kind.needs_a_token:
+        if self.function is None or not self.needs_a_token:
             return self.function
         return functools.partial(_loss_or_zero, self.function)
 
@@ -180,6 +195,6 @@ class Loss:
         output = next(iter(model_output.values()))
         if self.function is None:
             return PassLoss(torch.ones((), device=output.device), {})
-        if not self.kind.needs_a_token or data["response_mask"].any():
+        if not self.needs_a_token or data["response_mask"].any():
             return PassLoss(*self.function(model_output=model_output, data=data, dp_group=process_group))
         return PassLoss(0.0 * output.values().sum(), None)

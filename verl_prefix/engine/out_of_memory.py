@@ -52,9 +52,9 @@ def _advice(
     # What waits for a backward, as nothing does without one.
     offload = [] if forward_only or options.offload else [f"set {_PREFIX}.offload=True"]
     checkpoints = [] if forward_only or keeps.checkpointed else [f"set {_checkpointing(role, keeps)}"]
-    if phase == "packed" and plan.packed:
+    if phase == "packed":
         return ", or ".join([fewer, *phased, *checkpoints])
-    if phase in ("packed", "phase_a"):  # a nested packed pass, during which the graph of a phase A waits
+    if phase in ("nested", "phase_a"):  # during which the graph of a phase A around waits
         return ", or ".join([*offload, *checkpoints, fewer])
     if phase == "phase_c":
         return ", or ".join([*checkpoints, fewer])

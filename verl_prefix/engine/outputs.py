@@ -90,9 +90,13 @@ class TokenOutputs:
     """
 
     def __init__(
-        self, backend: Backend, rows: BatchRows, needs_masked_outputs: bool, last_tokens: bool = False,
+        self,
+        backend: Backend,
+        rows: BatchRows,
+        needs_masked_outputs: bool,
+        last_tokens: bool = False,
         processor: Callable[..., Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._backend, self._rows, self._processor = backend, rows, processor
         self._device = get_device_id()
         self._flags = flags_of(rows.data)
@@ -153,8 +157,9 @@ class TokenOutputs:
         return torch.zeros(self._rows.offsets[-1], replay.layers, replay.chosen, dtype=torch.int16)
 
     def recorded(self, plan: Plan) -> torch.Tensor:
-        """Returns the routes that passes recorded, jagged [rows, tokens, layers, k] int16: a strand's in all rows that
-        share it, and zeros for tokens that nobody computed, such as each row's last token without `last_tokens`.
+        """Returns the routes that passes recorded, jagged [rows, tokens, layers, k] int16. Routes of a strand are
+        copied to every row that shares it. Tokens that nobody computed have zeros, as each row's last one without
+        `last_tokens`.
 
         Args:
             plan: whose passes ran.

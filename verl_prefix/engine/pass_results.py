@@ -69,7 +69,7 @@ def micro_batch_of(loss: Loss, data: TensorDict, numbers: Sequence[int]) -> Tens
     (no_padding_2_padding). These stay on the host, or the device would be idle for some 0.1 ms a row."""
     on_host = select_rows(data, numbers)
     micro_batch = on_host.to(get_device_id())
-    if loss.kind.is_verls:
+    if loss.is_verls:
         micro_batch.clear_device_()
         for name in {"prompts", "responses", "attention_mask"} & set(micro_batch.keys()):
             micro_batch[name] = on_host[name]
@@ -93,7 +93,7 @@ class PassResults:
         self, backend: Backend, rows: BatchRows, loss: Loss, forward_only: bool, hides_padding: bool, last_tokens: bool
     ) -> None:
         # The loss of top-k distillation reads what `token_outputs` made of the teacher's rows, and not these.
-        is_topk = loss.kind.is_verls and rows.flag("distillation_use_topk")
+        is_topk = loss.is_verls and rows.flag("distillation_use_topk")
         self._data = rows.data.exclude(ROUTES, *(TEACHER if is_topk else ()))
         tu.assign_non_tensor(self._data, use_dynamic_bsz=True)  # else verl joins outputs in the order of passes
         self._backend, self._loss = backend, loss
@@ -156,7 +156,7 @@ class PassResults:
             output, num_not_finite = self._joined(plan)
         else:
             output, num_not_finite = {"model_output": None if self._returns_outputs else {}, "metrics": {}}, 0
-        if self._loss.kind.needs_a_token:
+        if self._loss.needs_a_token:
             add_missing_sums(output["metrics"], ranks.data_group)
         if output["model_output"] and self.token_outputs.tokens.records:
             output["model_output"][ROUTES] = self.token_outputs.recorded(plan)

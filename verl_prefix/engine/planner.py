@@ -1,7 +1,7 @@
 """How a batch is computed: by a plan of shared passes, or on the stock path, for a reason that is logged once."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -78,9 +78,13 @@ class Planner:
     """
 
     def __init__(
-        self, backend: Backend, options: PrefixConfig, costs: CostModel,
-        stock_fits: Callable[[Sequence[PassCost]], bool], role: str,
-    ) -> None:  # fmt: skip
+        self,
+        backend: Backend,
+        options: PrefixConfig,
+        costs: CostModel,
+        stock_fits: Callable[[Sequence[PassCost]], bool],
+        role: str,
+    ) -> None:
         self._backend, self._options, self._costs, self._role = backend, options, costs, role
         self._stock_facts = backend.stock_facts
         self._chooser = self._new_chooser(stock_fits) if options.schedule == "auto" else None
@@ -123,22 +127,27 @@ class Planner:
             return StockPath("loss_mask is of prompts, too, whose outputs are not computed")
         if given.flag("force_group_size", 1) > 1:
             return StockPath("force_group_size keeps rows together by their order")
-        if given.flag("distillation_use_topk") and not loss.kind.distills:
+        if given.flag("distillation_use_topk") and not loss.takes_logits:
             return StockPath("a loss that is not verl's own reads logits, and may need those of every token")
         return None
 
     def plan(
-        self, given: BatchRows, groups: Sequence[Group], forward_only: bool, dead: Set[int], computes_ref: bool = False
+        self,
+        given: BatchRows,
+        computed: BatchRows,
+        groups: Sequence[Group],
+        forward_only: bool,
+        update_follows: bool = True,
     ) -> SharedPath | StockPath:
         """Plans a batch on this rank, or says that the batch takes the stock path. Every rank calls it.
 
         Args:
             given: the rows that the stock path would compute here. Their flags give budgets.
-            groups: of the rows that this rank computes, after the exchange.
-            dead: the numbers of the dead rows among the rows that this rank computes. Their groups are idle.
-            computes_ref: these are log-probs of ref by the actor, which no update follows.
+            computed: the rows that this rank computes, after the exchange. Groups of dead rows are idle.
+            groups: of `computed`.
+            update_follows: whether an update of these log-probs' rows must take the same path. None does of ref's.
         """
-        groups, idle = leave_out(groups, dead) if dead else (groups, [])
+        groups, idle = leave_out(groups, computed.dead) if computed.dead else (groups, [])
         # A budget follows from the batch's flags and the lengths of groups, which may be of rows from other ranks.
         shared = Workload(groups, given.budget(groups))
         stock = Workload(given.single_rows, given.budget(given.single_rows))
@@ -149,7 +158,7 @@ class Planner:
         if self._chooser is None:
             choice = Choice(self._costs.plan(*shared, self._options.schedule, forward_only))
         else:
-            choice = self._chooser.choose(shared, forward_only, own=stock, update_follows=not computes_ref)
+            choice = self._chooser.choose(shared, forward_only, own=stock, update_follows=update_follows)
         metrics = self._predicted_bubble(choice.plan or self._costs.stock_passes(*stock), forward_only)
         if choice.speedup:
             metrics["prefix/predicted_speedup"] = choice.speedup

@@ -7,7 +7,7 @@ their order. A backend holds what differs between verl's engines.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,25 +19,20 @@ from verl.utils.device import get_device_id
 
 from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE, role_of
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.core.context import ForwardContext
-from verl_prefix.core.groups import Group
-from verl_prefix.core.planning import pad_to_same_passes
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.checks.verify import Verification
-from verl_prefix.engine.dead_rows import num_dead
 from verl_prefix.engine.fields import RECORDS, ROUTES, TEACHER, flag
 from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss, LossFunction
-from verl_prefix.engine.metrics.pass_metrics import plan_metrics
 from verl_prefix.engine.metrics.step_metrics import StepMetrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import flags_of, is_unscaled
-from verl_prefix.engine.pass_results import PassResults
 from verl_prefix.engine.planner import Planner, SharedPath, StockPath, cost_model_of
 from verl_prefix.engine.routes import with_routes
 from verl_prefix.engine.row_checks import check_pixels, check_positions
 from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.shared_passes import SharedPasses
 from verl_prefix.engine.together import RankError, together
 from verl_prefix.engine.travel.exchange import Exchange, open_exchange
 from verl_prefix.engine.travel.pixels import receive_pixels
@@ -60,22 +55,25 @@ class PrefixEngine:
     # From `set_backend` on:
     backend: Backend
     _role: str  # a key that `config.actor.role_of` returns
+    _passes: SharedPasses
     _verification: Verification
     _step_metrics: StepMetrics
     _trace: TraceWriter | None = None
     # From `initialize` on:
     _headroom: Headroom
     _planner: Planner | None = None  # with prefix.schedule=stock it stays None
-    tree_rule = TreeRule()  # what rows share; each exchange says whether it cut them
-
-    _computes_ref = False  # by the actor without its adapters: inside of `disable_adapter`
+    tree_rule = TreeRule()  # what rows share
+    # State between calls:
+    _was_cut = False  # the last exchange cut rows by `tree_rule`, see `TreeRule.cuts_rows`
+    _computes_ref = False  # inside of `disable_adapter`
 
     def set_backend(self, backend: Backend, engine_config: Any, model_config: Any) -> None:
         """Ends the constructor, once verl's engine is made by these configs, or by copies of them. What needs the model
         follows in `initialize`."""
         self.backend = backend
         self._role = role_of(engine_config)
-        self._verification = Verification(backend, self.prefix_config, self.run_plan)
+        self._passes = SharedPasses(backend, self.prefix_config)
+        self._verification = Verification(backend, self.prefix_config, self._passes)
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
         if self.prefix_config.trace_dir and backend.trains:
             ranks, options = backend.ranks, self.prefix_config
@@ -132,7 +130,7 @@ class PrefixEngine:
         loss.warn_of_limits()
         exchange, metrics = self._open_exchange(given, loss, forward_only)
         computed, groups = exchange.computed, exchange.groups
-        path = self._planner.plan(given, groups, forward_only, computed.dead, self._computes_ref)
+        path = self._planner.plan(given, computed, groups, forward_only, update_follows=not self._computes_ref)
         if isinstance(path, StockPath):
             return self._take_stock_path(path, given, loss, forward_only, metrics)
         with together("checking rows"):
@@ -146,8 +144,9 @@ class PrefixEngine:
             return self._take_stock_path(missed, given, loss, forward_only, metrics)
         path = self._with_memory(path, computed, forward_only)
         counts_tokens = given.flag("use_dynamic_bsz", True)
+        hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
         with out_of_memory_advice(path.plan, path.memory, self._role, self.prefix_config, forward_only, counts_tokens):
-            output, pass_metrics = self.run_plan(computed, groups, path, loss, forward_only)
+            output, pass_metrics = self._passes.run(computed, groups, path, loss, forward_only, hides_padding)
         output["model_output"], exchange_metrics = exchange.give_back(output["model_output"])
         metrics |= {**path.metrics, **pass_metrics, **exchange_metrics}
         return self._report(output, given, forward_only, metrics)
@@ -182,9 +181,9 @@ class PrefixEngine:
         skips_dead = self.prefix_config.skip_zero_advantage and not forward_only
         exchange = open_exchange(
             self.backend, given, loss, exchange_option=self.prefix_config.exchange, tree_rule=self.tree_rule,
-            skips_dead=skips_dead,
+            was_cut=self._was_cut, skips_dead=skips_dead,
         )  # fmt: skip
-        self.tree_rule = self.tree_rule._replace(was_cut=exchange.is_cut)
+        self._was_cut = exchange.is_cut
         counted = self._step_metrics.count_rows(exchange, self.tree_rule, forward_only)
         return exchange, {**exchange.metrics, **counted}
 
@@ -215,49 +214,6 @@ class PrefixEngine:
         logits_once = self.backend.reads_logits_once(flags_of(rows.data)) and is_unscaled(rows.data)
         memory = self._headroom.choose_memory(path.plan, self.prefix_config.keep_attention, logits_once)
         return replace(path, memory=memory, meter=self._headroom.new_meter())
-
-    def run_plan(
-        self, rows: BatchRows, groups: Sequence[Group], path: SharedPath, loss: Loss, forward_only: bool,
-        context_type: Callable[..., ForwardContext] = ForwardContext,
-    ) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
-        """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
-
-        Args:
-            rows: as `_with_loss_fields` makes them.
-            groups: of these rows, with idle groups.
-            context_type: as in `core.forward.PackedForward`.
-        """
-        plan = pad_to_same_passes(path.plan, self.backend.ranks.max_over_ranks)
-        hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
-        # Routers count a row's last token in updates, which replay the routes that log-probs record (R2).
-        last_tokens = self.backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
-        results = PassResults(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
-        runner = self.backend.new_runner(
-            results.token_outputs.of_logits, results.step, forward_only, offload=self.prefix_config.offload,
-            meter=path.meter, kernel=self.prefix_config.attention, keep_attention=path.memory.attention_kept,
-            logits_chunk=path.memory.chunk, context_type=context_type,
-        )  # fmt: skip
-        with torch.no_grad() if forward_only else nullcontext(), self._reporting_not_finite(results):
-            runner.run(results.token_outputs.tokens, plan.with_last_tokens() if last_tokens else plan)
-        output, num_not_finite = results.finish(plan)
-        metrics = plan_metrics(rows, groups, plan, runner, loss) | self.backend.model_metrics(runner)
-        if self.prefix_config.skip_zero_advantage and not forward_only:
-            metrics["prefix/zero_advantage_rows"] = num_dead(rows, plan)
-        return output, metrics | {"prefix/nonfinite_passes": num_not_finite}
-
-    @contextmanager
-    def _reporting_not_finite(self, results: PassResults) -> Iterator[None]:
-        """Context of passes: on an error the log names rows with values that are not finite. mcore looks for NaN in
-        gradients, and does not say in which rows."""
-        try:
-            yield
-        except torch.OutOfMemoryError:  # to look for such rows needs memory, which there is none of
-            raise
-        except RuntimeError as error:
-            try:
-                results.report_not_finite()
-            finally:  # the pass's error is raised, also where no value can be read any more after it
-                raise error
 
     def verls_forward_backward(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool

@@ -1,4 +1,4 @@
-"""Checks of rows that the stock path would compute otherwise than ours, without an error."""
+"""Checks of rows that the stock path would compute otherwise than the shared path, without an error."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def check_positions(rows: BatchRows, row_begins: str) -> None:
         ValueError: naming row and uid.
     """
     if row_begins == "jumps" and not rows.flag("use_remove_padding", True):
-        return  # the stock path pads rows, and no kernel by bounds reads positions
+        return  # the stock path pads rows, and no varlen kernel looks for bounds in their positions
     lens = rows.data["input_ids"].offsets().diff().cpu()
     positions = rows.data["position_ids"].values().cpu()
     positions = positions[0] if positions.dim() == 2 else positions

@@ -67,8 +67,8 @@ class BatchRows:
         return len(self.data)
 
     def with_data(self, data: TensorDict) -> "BatchRows":
-        """Returns the same rows in a batch with other fields. Lengths, keys, padding, routes and `dead` are kept, and
-        must be those of `data`, too."""
+        """Returns the same rows in a batch with other fields. Lengths, keys, padding, routes and `dead` are not
+        computed again: `data` must have the same."""
         if data is self.data:
             return self
         rows = copy.copy(self)

@@ -1,4 +1,4 @@
-"""The rows of a self-check on both paths: the stock path, and our passes."""
+"""The rows of a self-check on both paths: the stock path, and the shared one."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.outputs import FLAGS
 from verl_prefix.engine.planner import SharedPath
 from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.shared_passes import SharedPasses
 
 NO_FLAGS = dict.fromkeys(FLAGS, False)  # verl then asks for log-probs or values alone
 
@@ -29,7 +30,7 @@ class Sample(NamedTuple):
 
     Attributes:
         group: the group of these rows, by their numbers in `rows`.
-        rows: the rows for our passes.
+        rows: the rows for the shared path.
         for_stock: the rows for the stock path. It takes one row at a time, since the budget may have no room for logits
             of several.
         loss: the loss by whose gradients both paths are compared.
@@ -64,15 +65,13 @@ class BothPaths:
     has no updates, it also accumulates the gradients of their loss.
 
     Args:
-        run_plan: `PrefixEngine.run_plan`.
+        passes: of the engine.
         budget: tokens of one pass.
-        memory: what our passes keep.
+        memory: what shared passes keep.
     """
 
-    def __init__(
-        self, backend: Backend, run_plan: Callable[..., tuple[dict, dict]], sample: Sample, budget: int, memory: Memory
-    ) -> None:
-        self._backend, self._run_plan, self._sample = backend, run_plan, sample
+    def __init__(self, backend: Backend, passes: SharedPasses, sample: Sample, budget: int, memory: Memory) -> None:
+        self._backend, self._passes, self._sample = backend, passes, sample
         self._budget, self._memory = budget, memory
         self._forward_only = not backend.trains
 
@@ -81,12 +80,12 @@ class BothPaths:
         sample = self._sample
         return self._outputs(self._backend.run_stock_path(sample.for_stock.data, sample.loss, self._forward_only))
 
-    def ours(self, schedule: str, context_type: Callable[..., ForwardContext]) -> torch.Tensor:
+    def shared(self, schedule: str, context_type: Callable[..., ForwardContext]) -> torch.Tensor:
         """Runs the passes of `plan_to_check`."""
         sample = self._sample
         plan = plan_to_check(sample.group, self._budget, schedule, nests=self._backend.ranks.pipeline_size == 1)
         loss = Loss(sample.loss, reads={"temperature", "verify_weight"})
-        output, _ = self._run_plan(
+        output, _ = self._passes.run(
             sample.rows, [sample.group], SharedPath(plan, self._memory), loss, self._forward_only,
             context_type=context_type,
         )  # fmt: skip

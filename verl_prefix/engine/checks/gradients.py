@@ -16,18 +16,23 @@ class Gradients:
         model: all of this rank's part.
         whole: modules of `model` that are compared whole, by name.
         parts: modules of which small parameters are compared (norms, biases, adapters), or the smallest trained one
-            where none is small. The same is compared of all that is in no module here.
+            where none is small. Parameters in no module of `whole` or `parts` are the part "all else", compared
+            likewise.
         local: takes a parameter, and returns this rank's shard of its gradient.
         clear: forgets all gradients; None: by `model.zero_grad`.
 
     Attributes:
-        parts: the parameters that are compared, by the name of their part.
+        parts: the parameters that are compared, by the names of modules, and "all else".
     """
 
     def __init__(
-        self, model: torch.nn.Module, whole: Mapping[str, torch.nn.Module], parts: Mapping[str, torch.nn.Module],
-        local: Callable[[torch.nn.Parameter], torch.Tensor], clear: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        whole: Mapping[str, torch.nn.Module],
+        parts: Mapping[str, torch.nn.Module],
+        local: Callable[[torch.nn.Parameter], torch.Tensor],
+        clear: Callable[[], None] | None = None,
+    ) -> None:
         self._local = local
         self._truth: list[list[torch.Tensor]] = []  # by part, in host memory
         self.clear = clear or model.zero_grad

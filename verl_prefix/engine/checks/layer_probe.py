@@ -37,9 +37,13 @@ class LayerProbe:
 
     @torch.no_grad()
     def recurrence(
-        self, key: Hashable, packed_row: PackedRow, inputs: Sequence[torch.Tensor],
-        whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor], out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        key: Hashable,
+        packed_row: PackedRow,
+        inputs: Sequence[torch.Tensor],
+        whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
         """Compares each segment's outputs with those of a whole row, which begins with the segment's path.
 
         Args:
@@ -58,9 +62,16 @@ class LayerProbe:
 
     @torch.no_grad()
     def attention(
-        self, layer: int, packed_row: PackedRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        sinks: torch.Tensor | None, params: AttentionParams, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        layer: int,
+        packed_row: PackedRow,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
         """Compares the layer's output `out` with dense attention, for the first and last `_QUERIES` queries of each
         segment."""
         error = noise = 0.0
@@ -100,9 +111,13 @@ def _segments(packed_row: PackedRow) -> Iterator[tuple[torch.Tensor, slice]]:
 
 
 def _dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, params: AttentionParams,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    params: AttentionParams,
     position: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of queries at `position` among the keys, [n, H, D]: in float64, and with probabilities and
     output rounded to q's dtype. It converts one key head at a time, since keys may be many."""
     distance = position.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)

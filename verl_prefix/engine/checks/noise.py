@@ -9,7 +9,7 @@ import torch
 
 
 class Figure(NamedTuple):
-    """How far our passes are off.
+    """How far the shared path is off.
 
     Attributes:
         ratio: in units of rounding noise; never a NaN (`ratio_of`).

@@ -1,6 +1,6 @@
 """Self-check of a run: one group through the shared-prefix path and through the stock path, on the run's own weights.
 
-All figures are in units of noise: how far ours is off, divided by how far rounding alone moves the result.
+All figures are in units of noise: how far the shared path is off, divided by how far rounding alone moves the result.
 
 - log-probs, or a critic's values, which see everything (positions, layout, hook-up), against the stock path; the unit
   is how far the stock path moves when the outputs of attention and of recurrent mixers are rounded differently.
@@ -8,9 +8,9 @@ All figures are in units of noise: how far ours is off, divided by how far round
   and values; the unit is what the rounding of probabilities and output to the model's dtype does, and of a log-sum-exp
   to fp32. In bf16 this sees errors of one percent in the kernel, which log-probs of a bf16 model hide.
 - every recurrent layer's convolution and scan against the same kernel on whole rows from zero states; the unit is how
-  far that kernel moves if its input is rounded otherwise and the row stands some tokens later. The chunks of ours, too,
-  begin elsewhere, and so sum in another order. Input rounding alone is too small: in fp32 decays are differences of
-  long sums.
+  far that kernel moves if its input is rounded otherwise and the row stands some tokens later. The chunks of shared
+  passes, too, begin elsewhere, and so sum in another order. Input rounding alone is too small: in fp32 decays are
+  differences of long sums.
 - gradients of a weighted sum of log-probs, in which a response's i-th token counts 1 / i (`both_paths._weighted_loss`),
   against the stock path's, in units of its noise, as for log-probs. What suffixes send back to their prefix shows
   nowhere else.
@@ -32,13 +32,13 @@ from verl_prefix.engine.checks.gradients import Gradients
 from verl_prefix.engine.checks.layer_probe import LayerProbe, ProbedContext
 from verl_prefix.engine.checks.noise import Figure, ratio_of, sum_of_squares
 
-# A perturbed pass rounds differently once per layer; ours also at its matmuls, whose shapes differ from stock's.
+# A perturbed pass rounds differently once per layer. Shared passes also do in matmuls, since their shapes differ.
 MAX_OUTPUTS = 3.0
 # As for log-probs, and in backward again. Where rounding flips an expert of a token, noise alone gave up to 4.5 in 60
 # runs.
 MAX_GRADIENTS = 8.0
-# Passes that are perturbed, too, before ours is wrong by log-probs or gradients. Where a token is about as near to two
-# experts, only some passes take the other one: of 30 checks of a tiny MoE model in bf16, 2 had 8.2 and 10.1.
+# Passes that are perturbed, too, before the shared path is wrong by log-probs or gradients. Where a token is about as
+# near to two experts, only some passes take the other one. Of 30 checks of a tiny MoE in bf16, 2 had 8.2 and 10.1.
 _MORE_PERTURBED = 8
 
 # Squared distances of a pass from the first pass of the stock path: of its outputs, then of its gradients, by parts.
@@ -94,8 +94,8 @@ class Comparison:
     and gradients are of all ranks together, since few tokens say little.
 
     Args:
-        stock: runs the stock path; returns its outputs, [n]. It leaves gradients of a loss of these, as `ours` does.
-        ours: runs our passes by a schedule, "packed" or "phased", with contexts of a type
+        stock: runs the stock path; returns its outputs, [n]. It leaves gradients of a loss of these, as `shared` does.
+        shared: runs shared passes by a schedule, "packed" or "phased", with contexts of a type
             (`PackedForward.context_type`); returns outputs likewise.
         rounding_noise: makes a context by a seed, in which layers' outputs are rounded differently each time.
         gradients: of the model that both run on.
@@ -104,26 +104,31 @@ class Comparison:
     """
 
     def __init__(
-        self, stock: Callable[[], torch.Tensor], ours: Callable[[str, Callable[..., ForwardContext]], torch.Tensor],
-        rounding_noise: Callable[[int], AbstractContextManager], gradients: Gradients,
-        reduce_sum: Callable[[list[float]], list[float]], outputs_name: str,
-    ) -> None:  # fmt: skip
-        self._stock, self._ours, self._rounding_noise = stock, ours, rounding_noise
+        self,
+        stock: Callable[[], torch.Tensor],
+        shared: Callable[[str, Callable[..., ForwardContext]], torch.Tensor],
+        rounding_noise: Callable[[int], AbstractContextManager],
+        gradients: Gradients,
+        reduce_sum: Callable[[list[float]], list[float]],
+        outputs_name: str,
+    ) -> None:
+        self._stock, self._shared, self._rounding_noise = stock, shared, rounding_noise
         self._gradients, self._reduce_sum, self._outputs_name = gradients, reduce_sum, outputs_name
 
     def verdict(self, num_perturbed: int) -> Verdict:
         """Runs both paths. Every rank calls it.
 
         Args:
-            num_perturbed: how many stock passes run with noise; more where ours is off by more than these allow.
+            num_perturbed: how many stock passes run with noise; more run where the shared path is off by more than
+                these allow.
         """
         probe = LayerProbe()
         outputs = self._stock()
         truth = _Truth(outputs, [sum_of_squares(outputs), *self._gradients.keep()])
         self._gradients.clear()
         perturbed = self._perturb(num_perturbed, truth, seed=0)
-        packed = self._distances(self._ours("packed", functools.partial(ProbedContext, probe=probe)), truth)
-        phased = self._distances(self._ours("phased", ForwardContext), truth)
+        packed = self._distances(self._shared("packed", functools.partial(ProbedContext, probe=probe)), truth)
+        phased = self._distances(self._shared("phased", ForwardContext), truth)
         found = self._compared(truth, perturbed, packed, phased)
         if any(figure.limit < figure.ratio < math.inf for figure in found.figures):
             perturbed += self._perturb(_MORE_PERTURBED, truth, seed=num_perturbed)

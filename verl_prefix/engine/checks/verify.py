@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.out_of_memory import self_check_advice
 from verl_prefix.engine.planner import StockPath
 from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.shared_passes import SharedPasses
 from verl_prefix.engine.together import together
 from verl_prefix.models.advice import WITHOUT_SHARING
 from verl_prefix.versions import warn_once
@@ -37,15 +38,15 @@ class Verification:
     checks batches, which have no gradients to compare.
 
     Args:
-        run_plan: `PrefixEngine.run_plan`.
+        passes: of the engine.
 
     Attributes:
         failure: why every batch takes the stock path, after a check missed under prefix.verify_action=fallback; else
             None.
     """
 
-    def __init__(self, backend: Backend, options: PrefixConfig, run_plan: Callable[..., tuple[dict, dict]]) -> None:
-        self._backend, self._options, self._run_plan = backend, options, run_plan
+    def __init__(self, backend: Backend, options: PrefixConfig, passes: SharedPasses) -> None:
+        self._backend, self._options, self._passes = backend, options, passes
         self.failure: StockPath | None = None
         self._num_seen = 0  # batches of the checked kind, on either path; a miss is reported with this number
         self._num_settled = 0  # of these, the shared ones that were checked or need no check; `_is_due` goes by it
@@ -68,8 +69,7 @@ class Verification:
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
     ) -> tuple[StockPath | None, dict[str, float]]:
         """Runs the check, if one is due and every rank has a group to check. If a rank has none, or if something is not
-        finite on the stock path, the check stays due, and waits for the next batch. If gradients alone are not finite,
-        its loss will be smaller there. Every rank calls it.
+        finite on the stock path, the check stays due, and waits for the next batch. Every rank calls it.
 
         Args:
             rows: the rows that this rank computes.
@@ -81,7 +81,7 @@ class Verification:
             {} where no check ran.
 
         Raises:
-            RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
+            RuntimeError: the shared path is off by more than rounding, and prefix.verify_action is raise.
         """
         if not self._is_checked_kind(forward_only):
             return None, {}
@@ -99,17 +99,21 @@ class Verification:
         if misses := self._misses(verdict, rows, group, plan, loss):
             self.failure = self._miss("; ".join(misses))
         elif verdict.not_finite:
-            if verdict.outputs is not None:
-                self._loss_factor = max(self._loss_factor * _SMALLER_LOSS, _SMALLEST_LOSS)
-            warn_once(
-                logger,
-                "prefix.verify waits for a batch whose results are finite on verl's own path: here %s are not; "
-                "set actor_rollout_ref.actor.prefix.verify=off where none will come",
-                listed(verdict.not_finite),
-            )  # fmt: skip
+            self._wait_for_finite_results(verdict)
         else:
             self._num_settled += 1
         return self.failure, self._metrics(verdict) | {"timing_s/prefix_verify": time.perf_counter() - start}
+
+    def _wait_for_finite_results(self, verdict: Verdict) -> None:
+        """Says once why the check stays due. If outputs are finite and gradients are not, the next loss is smaller."""
+        if verdict.outputs is not None:
+            self._loss_factor = max(self._loss_factor * _SMALLER_LOSS, _SMALLEST_LOSS)
+        warn_once(
+            logger,
+            "prefix.verify waits for a batch whose results are finite on verl's own path: here %s are not; set "
+            "actor_rollout_ref.actor.prefix.verify=off where none will come",
+            listed(verdict.not_finite),
+        )
 
     def _is_due(self) -> bool:
         """Whether this batch is one that `prefix.verify` names."""
@@ -153,13 +157,18 @@ class Verification:
         return agreed["has_gradient"] > 0
 
     def _miss(self, why: str) -> StockPath:
-        """Ends the run, or returns the path of all batches from now on."""
+        """Ends the run, or returns the path of all batches from now on.
+
+        Log-probs come before the update that checks. So the updates of this step still go by log-probs of the shared
+        path, which the message says.
+        """
         batches = "update" if self._backend.trains else "batch of ref"
         message = f"prefix.verify, {batches} {self._num_seen}: {why}"
         if self._options.verify_action == "raise":
             fallback = "actor_rollout_ref.actor.prefix.verify_action=fallback"
             raise RuntimeError(f"{message}, or {fallback} to go on with the stock path. Please report this")
-        return StockPath(f"the self-check missed: {message}. Please report this")
+        step = "; updates of this step still go by log-probs of the shared path" if self._backend.trains else ""
+        return StockPath(f"the self-check missed: {message}{step}. Please report this")
 
     def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:
         """Compares both paths on a group of each rank. Top-k distillation also compares its losses."""
@@ -168,10 +177,10 @@ class Verification:
         # Stock passes hold collectives, so that every rank runs equally many.
         (_, most_rows), (fewest_perturbed, _) = ranks.ranges_over_ranks(len(group.rows), num_perturbed)
         sample = Sample.of(rows, group, most_rows, loss, self._loss_factor)
-        paths = BothPaths(self._backend, self._run_plan, sample, budget, self._backend.memory(self._options))
+        paths = BothPaths(self._backend, self._passes, sample, budget, self._backend.memory(self._options))
         with self._backend.gradients_aside():
             comparison = Comparison(
-                paths.stock, paths.ours, self._backend.rounding_noise, self._backend.gradients(),
+                paths.stock, paths.shared, self._backend.rounding_noise, self._backend.gradients(),
                 ranks.sum_over_ranks, self._output_name.replace("_", "-"),
             )  # fmt: skip
             verdict = comparison.verdict(fewest_perturbed)

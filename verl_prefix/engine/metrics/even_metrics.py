@@ -2,7 +2,8 @@
 
 verl joins a metric of all ranks in `Metric.aggregate_dp` (verl/utils/metric/utils.py). It averages values by their
 position, refuses different numbers of them, and divides a sum by the ranks that have it. On verl's own path all ranks
-run equally many micro-batches, and each has a loss. On ours a rank may run dummy passes, or have no token that counts.
+run equally many micro-batches, and each has a loss. On the shared path a rank may run dummy passes, or have no token
+that counts.
 
     pass                                       its metrics
     with rows that the loss gets               those of the loss

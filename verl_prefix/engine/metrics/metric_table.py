@@ -51,46 +51,46 @@ TREE_TOKENS = {name: f"tokens of trees: {name}" for name in ("stock", "off", "ui
 
 METRICS = {
     # Every rank counts what is its own.
-    "prefix/tokens_saved": COUNT,
-    "prefix/groups": COUNT,
-    "prefix/stock_rows": COUNT,
-    "prefix/log_prob_stock_rows": COUNT,
-    "prefix/exchanged_rows": COUNT,
-    "prefix/exchanged_mib": COUNT,
-    "prefix/split_uids": COUNT,
-    "prefix/zero_advantage_rows": COUNT,
-    "prefix/packed_passes": COUNT,
-    "prefix/waves": COUNT,
-    "prefix/recomputed_tokens": COUNT,
+    "prefix/tokens_saved": COUNT,  # tokens of rows that no pass computed
+    "prefix/groups": COUNT,  # groups that shared, of passes
+    "prefix/stock_rows": COUNT,  # rows that shared nothing, of passes or on the stock path
+    "prefix/log_prob_stock_rows": COUNT,  # the same of log-probs since the last update
+    "prefix/exchanged_rows": COUNT,  # rows that travelled to another rank
+    "prefix/exchanged_mib": COUNT,  # and their MiB
+    "prefix/split_uids": COUNT,  # uids whose rows have several prompts on this rank
+    "prefix/zero_advantage_rows": COUNT,  # dead rows that no pass computed
+    "prefix/packed_passes": COUNT,  # without dummies
+    "prefix/waves": COUNT,  # without dummies
+    "prefix/recomputed_tokens": COUNT,  # of groups that the budget cut
     "prefix/nonfinite_passes": COUNT._replace(by_last_stage=True),
     # Every rank knows the count of all ranks. Where rows do not travel, a rank knows `split_groups` and `SPLIT_PROMPTS`
     # of its own rows alone: the most that any rank counts is reported.
-    "prefix/cost_split_groups": _LARGEST_RANK,
-    "prefix/split_groups": _LARGEST_RANK,
+    "prefix/cost_split_groups": _LARGEST_RANK,  # on several ranks, for balance
+    "prefix/split_groups": _LARGEST_RANK,  # on several ranks since rows do not travel, or in several mini-batches
     SPLIT_PROMPTS: _LARGEST_RANK._replace(is_reported=False),
     # Ranks wait for the slowest, as in verl's own seconds.
     "timing_s/prefix_exchange": _LARGEST_RANK,
     "timing_s/prefix_packed": _LARGEST_RANK,
     "timing_s/prefix_phase_a": _LARGEST_RANK,
-    "timing_s/prefix_phase_b": _LARGEST_RANK,
+    "timing_s/prefix_phase_b": _LARGEST_RANK,  # of waves
     "timing_s/prefix_phase_c": _LARGEST_RANK,
     "timing_s/prefix_verify": _LARGEST_RANK,
-    "prefix/phase_b_peak_gib": Reduction(Reduce.MAX, Reduce.MAX),
+    "prefix/phase_b_peak_gib": Reduction(Reduce.MAX, Reduce.MAX),  # of the first update with waves
     # verl takes the mean, or the maximum.
-    "prefix/placement_imbalance": EACH,
-    "prefix/tree_depth": EACH,
-    "prefix/pass_depth": EACH,
-    "prefix/predicted_speedup": EACH,
-    "prefix/predicted_bubble": EACH,
-    "prefix/verify_log_probs": EACH,
+    "prefix/placement_imbalance": EACH,  # predicted time of the slowest rank / of the mean one
+    "prefix/tree_depth": EACH,  # most strands that a row goes through
+    "prefix/pass_depth": EACH,  # passes inside of one another
+    "prefix/predicted_speedup": EACH,  # by `auto`
+    "prefix/predicted_bubble": EACH,  # the share of a batch that pipeline stages wait
+    "prefix/verify_log_probs": EACH,  # figures of the self-check, see `self_check`
     "prefix/verify_values": EACH,
     "prefix/verify_attention": EACH,
     "prefix/verify_gradients": EACH,
     "prefix/verify_recurrence": EACH,
-    "prefix/moe/max_vio/*": EACH,
-    "prefix/moe/avg_vio/*": EACH,
-    "prefix/attention_kept": EACH,
-    "prefix/offloaded_gib": EACH,
+    "prefix/moe/max_vio/*": EACH,  # the excess of the fullest expert over an even load
+    "prefix/moe/avg_vio/*": EACH,  # the mean deviation from an even load
+    "prefix/attention_kept": EACH,  # 1 if attention's outputs are kept for backward
+    "prefix/offloaded_gib": EACH,  # GiB that waited on the host
     # The log and `REUSE` are made of these.
     **dict.fromkeys((ROW_TOKENS, GROUP_TOKENS, *TREE_TOKENS.values()), COUNT._replace(is_reported=False)),
 }

@@ -31,7 +31,7 @@ from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import RankError, together
 from verl_prefix.engine.travel.moves import Moves, decide_moves
-from verl_prefix.engine.travel.pixels import receive_pixels, with_pixels, without_pixels
+from verl_prefix.engine.travel.pixels import leave_out_pixels, put_back_pixels, receive_pixels
 from verl_prefix.engine.travel.row_bytes import RowCodec, TravellingRow
 from verl_prefix.engine.travel.row_table import PADDING, uid_hashes
 from verl_prefix.models.vision import share_pixels
@@ -82,7 +82,14 @@ class Exchange:
 
 
 def open_exchange(
-    backend: Backend, given: BatchRows, loss: Loss, *, exchange_option: str, tree_rule: TreeRule, skips_dead: bool
+    backend: Backend,
+    given: BatchRows,
+    loss: Loss,
+    *,
+    exchange_option: str,
+    tree_rule: TreeRule,
+    was_cut: bool,
+    skips_dead: bool,
 ) -> Exchange:
     """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`,
     unless the batch takes the stock path after all.
@@ -91,6 +98,7 @@ def open_exchange(
         given: the rows that verl handed over on this rank.
         exchange_option: `prefix.exchange`.
         tree_rule: what rows share besides whole prompts.
+        was_cut: whether the exchange before cut rows (`TreeRule.cuts_rows`).
         skips_dead: dead rows are found (`dead_rows`), and cost nothing where rows are placed.
 
     Raises:
@@ -100,9 +108,9 @@ def open_exchange(
         with together("finding rows without gradient"):
             given = given.with_dead(dead_rows.find_dead(loss, given))
     if not _rows_may_travel(backend.ranks, exchange_option, loss):
-        return _keep_rows(given, tree_rule)
+        return _keep_rows(given, tree_rule, was_cut)
     start = time.perf_counter()
-    moves = decide_moves(given, backend.ranks, backend.shape, tree_rule)
+    moves = decide_moves(given, backend.ranks, backend.shape, tree_rule, was_cut)
     computed, sent_mib = _send_rows(given, moves) if moves.any_travels else (given, 0.0)
     metrics = moves.metrics | {"prefix/exchanged_mib": sent_mib, SECONDS: time.perf_counter() - start}
     with together("grouping rows"):
@@ -112,12 +120,12 @@ def open_exchange(
     return Exchange(computed, groups, moves.is_cut, uids, moves if moves.any_travels else None, metrics)
 
 
-def _keep_rows(given: BatchRows, tree_rule: TreeRule) -> Exchange:
+def _keep_rows(given: BatchRows, tree_rule: TreeRule, was_cut: bool) -> Exchange:
     """Groups the rows where they are: ranks exchange nothing in this mini-batch."""
     with together("grouping rows"):
         given = given.with_data(receive_pixels(given.data))
         share_pixels(given.pixels)
-        is_cut = tree_rule.cuts_rows(given.uids, given.keys)
+        is_cut = tree_rule.cuts_rows(given.uids, given.keys, was_cut)
         groups = group_rows(given, tree_rule, is_cut)
     return Exchange(given, groups, is_cut, {*uid_hashes(given)} - {PADDING})
 
@@ -152,7 +160,7 @@ def _send_rows(given: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
         rows += _unpacked(codec, received, moves.got, "its rows")
         keys = [moves.table.keys[table_row] for table_row in moves.table_rows]
         if PIXEL_INPUTS in codec.others:
-            rows = with_pixels(rows, keys)
+            rows = put_back_pixels(rows, keys)
         # verl's batch of these rows, which also gets what this rank's batch has once.
         once = {name: x.data for name, x in given.data.items() if isinstance(x, NonTensorData)}
         others = {name: [row.others[name] for row in rows] for name in codec.others}
@@ -165,7 +173,7 @@ def _send_rows(given: BatchRows, moves: Moves) -> tuple[BatchRows, float]:
 def _row_to_send(codec: RowCodec, number: int, home: int, moves: Moves) -> TravellingRow:
     """Takes out a row as it travels to `home`."""
     row = codec.row(number, number=number)
-    return without_pixels(row) if moves.finds_pixels(number, home) else row
+    return leave_out_pixels(row) if moves.finds_pixels(number, home) else row
 
 
 def _return_outputs(outputs: Outputs | None, moves: Moves) -> dict[str, torch.Tensor]:

@@ -72,13 +72,13 @@ class Moves:
         return (self.table.keys[self.table.starts[self.ranks.data_rank] + number], home) in self._holders
 
 
-def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: TreeRule) -> Moves:
+def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: TreeRule, was_cut: bool) -> Moves:
     """Tells all ranks of all rows, and finds a rank for each row. Every rank calls it.
 
     Args:
         given: the rows that verl handed over on this rank. Rows with equal pixels then hold one tensor of them.
-        tree_rule: what rows share besides whole prompts. Ranks may differ in its `was_cut` after a batch whose rows
-            stayed where they were.
+        was_cut: whether rows of an earlier batch were cut (`TreeRule.cuts_rows`). Ranks may differ in it after a batch
+            whose rows stayed where they were.
 
     Raises:
         RankError: another rank failed, or ranks placed rows differently.
@@ -87,13 +87,13 @@ def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: T
         share_pixels(given.pixels)
         descriptions = describe(given, shape)
         described.tell_maximum("num_rows", len(descriptions))
-        described.tell_maximum("was_cut", tree_rule.was_cut)
+        described.tell_maximum("was_cut", was_cut)
         described.tell_same("format", RowCodec.of_batch(given.data).format)
     can_travel = described.is_same("format")
     if not can_travel:
         warn_once(logger, "prefix: rows stay on their ranks, since the ranks' batches have different fields")
     table = RowTable(_gather(descriptions, described["num_rows"], ranks))
-    is_cut = tree_rule._replace(was_cut=bool(described["was_cut"])).cuts_rows(table.uids, table.keys)
+    is_cut = tree_rule.cuts_rows(table.uids, table.keys, bool(described["was_cut"]))
     pieces = _gather_pieces(given, ranks, shape, tree_rule) if is_cut else None
     with together("placing rows", same=("homes",)) as placed:
         placement = _place(table, pieces, can_travel, ranks.data_size)

@@ -2,8 +2,8 @@
 
     way                          who leaves pixels out                                      who puts them back
     from the rollout to a rank   all rows of a prompt but one (`trainer.shared_pixels`)     `receive_pixels`
-    from rank to rank            a row, where a row that stays at its home has the pixels   `with_pixels`
-                                 (`without_pixels`)
+    from rank to rank            a row, where a row that stays at its home has the pixels   `put_back_pixels`
+                                 (`leave_out_pixels`)
 
 On a rank the rows with equal pixels hold one tensor of them (`models.vision.share_pixels`).
 """
@@ -78,14 +78,14 @@ def _fetch(keys: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def without_pixels(row: TravellingRow) -> TravellingRow:
+def leave_out_pixels(row: TravellingRow) -> TravellingRow:
     """Returns a row without its pixels."""
     inputs = row.others.get(PIXEL_INPUTS) or {}
     inputs = {name: x for name, x in inputs.items() if name not in PIXEL_NAMES}
     return row._replace(others=row.others | {PIXEL_INPUTS: inputs})
 
 
-def with_pixels(rows: Sequence[TravellingRow], keys: Sequence[Hashable]) -> list[TravellingRow]:
+def put_back_pixels(rows: Sequence[TravellingRow], keys: Sequence[Hashable]) -> list[TravellingRow]:
     """Returns the rows, each with the pixels that a row of its group has here. No dict of the batch changes: an update
     of several epochs asks for its rows again.
 

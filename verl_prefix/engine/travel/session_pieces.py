@@ -40,7 +40,14 @@ LAST_CUTS = 8  # cuts at a row's end that other ranks hear of: more than the mes
 
 
 class _Piece(NamedTuple):
-    """A piece of a row, or the logits of its response. number: the row's; end: in the row's tokens."""
+    """A piece of a row, or the logits of its response.
+
+    Attributes:
+        number: of the row.
+        end: where the piece ends in the row's tokens.
+        cost: of the piece, by `row_cost`.
+        is_logits: whether these are the logits of the row's response.
+    """
 
     number: int
     end: int
