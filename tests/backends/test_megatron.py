@@ -460,11 +460,11 @@ BALANCED = {
 def _balanced(models: dict, name: str, layout: str, once: bool, verify: str = "off", dummies: int = 0) -> float:
     """Error of gradients with a loss for balance, of all rows in one pass; once: a prefix counts once in it. dummies:
     of passes that other ranks would have."""
-    from verl_prefix.engine import prefix_engine
+    from verl_prefix.engine import shared_passes
 
     sizes = {"ep": 2, "cp": 2} if layout == "cp2_ep2" else {"ep": get_world_size()}
     sizes = {"pipeline_model_parallel_size": 2} if layout == "pp2" else sizes
-    pad = prefix_engine.pad_to_same_passes
+    pad = shared_passes.pad_to_same_passes
 
     def padded(*args):
         plan = pad(*args)
@@ -474,7 +474,7 @@ def _balanced(models: dict, name: str, layout: str, once: bool, verify: str = "o
     # Of stock, too, under context parallelism, the loss counts padding of rows.
     stock = _whole(models, *args, num_ranks=1) if "cp" in sizes else _stock(models, *args)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_engine, "pad_to_same_passes", padded)
+        patch.setattr(shared_passes, "pad_to_same_passes", padded)
         if once:
             prefix_counted_once(patch)
         ours = _ours(models, args[0], PACKED | {"verify": verify}, *args[1:])

@@ -392,7 +392,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     from verl.workers.config import TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    from verl_prefix.engine import prefix_engine
+    from verl_prefix.engine import shared_passes
     from verl_prefix.engine.metrics import metric_table
     from verl_prefix.engine.planner import StockPath
 
@@ -415,13 +415,13 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     with mock.patch.object(worker.engine._planner, "only_stock_path", lambda batch, loss: StockPath("a test")):
         worker.infer_batch(data.copy())
     tu.assign_non_tensor(data, num_mini_batch=2, dataloader_kwargs={"shuffle": False})
-    seen, plan_metrics = [], prefix_engine.plan_metrics
+    seen, plan_metrics = [], shared_passes.plan_metrics
 
     def spy(*args):
         seen.append(plan_metrics(*args))
         return seen[-1]
 
-    with mock.patch.object(prefix_engine, "plan_metrics", spy):
+    with mock.patch.object(shared_passes, "plan_metrics", spy):
         output = tu.get(worker.train_mini_batch(data.copy()), "metrics")
     found = reduce_metrics({name: values for name, values in output.items() if "prefix" in name})
     assert len(seen) == 2

@@ -102,8 +102,8 @@ def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[i
 
     - its position, its pixels and its row's temperature;
     - the uid if `tree_rule.scope` is uid, or the whole prompt if it is off;
-    - up to its row's last cut, the experts of the token before. Rows share n tokens if n + 1 numbers are equal. So the
-      experts of all n are equal, and the next token may go to others;
+    - the experts of the token before. Rows share n tokens if n + 1 numbers are equal. So the experts of all n tokens
+      are equal, and those of the next one may differ. After a row's last cut nothing is shared, and no experts count;
     - in a response under top-k distillation, its row. Its outputs are made with the teacher's values for this row, so
       that another row with the same tokens in its prompt must not share them.
     """

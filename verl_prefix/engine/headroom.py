@@ -26,18 +26,19 @@ class Headroom:
         room     = capacity - max(allocated + gradients to come,      before an update
                                   allocated after the last one)
 
-    Of the allocator's cache no more counts than the largest update added: the rest may be in pieces that no pass can
-    use.
+    "Largest added" is an estimate: `choose_memory` predicts what each update adds, and the largest one counts. Of the
+    allocator's cache no more is taken to be free, since the rest may be in pieces that no pass can use.
     """
 
     def __init__(self, backend: Backend, costs: CostModel) -> None:
         self._backend, self._costs = backend, costs
         self._is_known = get_device_name() == "cuda"
         self._peak_meter = Meter()  # the last one that was to measure a peak
-        # In bytes; what updates add is estimated.
+        # In bytes.
         self._capacity: float | None = None  # None: there was no update
         self._allocated_after_last = 0
-        self._largest_added = self._added_now = 0.0
+        self._largest_added = 0.0
+        self._added_now = 0.0  # by the update that runs; 0: `choose_memory` was not asked
 
     def fits(self, passes: Sequence[PassCost]) -> bool:
         """Whether passes of the stock path fit this rank: as an update, or as log-probs in an engine without updates.

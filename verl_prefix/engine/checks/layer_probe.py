@@ -3,7 +3,6 @@
 Each figure is an error in units of rounding noise; `self_check` explains the units, and compares whole passes.
 """
 
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -81,7 +80,8 @@ class LayerProbe:
             keys, values = (torch.cat([x[path.to(x.device)], x[segment]]) for x in (k, v))
             with torch.autocast(q.device.type, enabled=False):  # autocast would round the scores as well
                 position = queries - segment.start + len(path)
-                truth, rounded = _dense(q[queries], keys, values, sinks, params, position)
+                args = q[queries], keys, values, sinks, params, position
+                truth, rounded = _dense(*args, torch.float64), _dense(*args, q.dtype)
             error += sum_of_squares(out[queries] - truth)
             noise += sum_of_squares(rounded - truth)
         where = f"attention of layer {layer} differs from dense float64"
@@ -117,15 +117,16 @@ def _dense(
     sinks: torch.Tensor | None,
     params: AttentionParams,
     position: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention of queries at `position` among the keys, [n, H, D]: in float64, and with probabilities and
-    output rounded to q's dtype. It converts one key head at a time, since keys may be many."""
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Computes attention of queries at `position` among the keys, [n, H, D], with probabilities and output rounded to
+    `dtype`. It converts one key head at a time, since keys may be many."""
     distance = position.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
     hidden = distance < 0 if params.window is None else (distance < 0) | (distance >= params.window)
     per_key_head = q.shape[1] // k.shape[1]
-    truth, rounded = torch.empty_like(q, dtype=torch.float64), torch.empty_like(q)
-    for key_head, out in itertools.product(range(k.shape[1]), (truth, rounded)):
-        compute = torch.promote_types(out.dtype, torch.float32)
+    compute = torch.promote_types(dtype, torch.float32)
+    out = torch.empty_like(q, dtype=dtype)
+    for key_head in range(k.shape[1]):
         keys, values = (x[:, key_head].to(compute) for x in (k, v))
         for head in range(key_head * per_key_head, (key_head + 1) * per_key_head):
             logits = q[:, head].to(compute) @ keys.T * params.scale
@@ -135,6 +136,6 @@ def _dense(
             if sinks is not None:
                 logits = torch.cat([logits, sinks[head].to(compute).expand(len(q), 1)], -1)
             # Kernels, too, go by a log-sum-exp of fp32 at most. In fp32 its rounding counts, more for a larger one.
-            probs = (logits - logits.logsumexp(-1, keepdim=True)).exp()[:, : k.shape[0]].to(out.dtype).to(compute)
-            out[:, head] = (probs @ values).to(out.dtype)
-    return truth, rounded
+            probs = (logits - logits.logsumexp(-1, keepdim=True)).exp()[:, : k.shape[0]].to(dtype).to(compute)
+            out[:, head] = (probs @ values).to(dtype)
+    return out

@@ -61,9 +61,10 @@ def describe_pieces(rows: BatchRows, shape: ModelShape, tree_rule: TreeRule) -> 
 
     The logits of the response are a piece, too, whose name is the complement of the last piece's name.
 
-    A row has at most `LAST_CUTS` + 1 cuts here: its first one, after the system prompt, and its last ones. What lies
-    between the first cut and the last ones is then one piece with the cost of several. An earlier turn, which is
-    shorter, may have the same name at a lower cost; `_cheapest_pieces` takes that.
+    Of a row's cuts at most `LAST_CUTS` + 1 are told: the first one, which ends the system prompt, and the last ones.
+    The tokens between are one piece, which costs as much as all pieces that it stands for. An earlier turn of the
+    session is shorter and tells cuts there. It may have a piece of the same name that costs less: `_cheapest_pieces`
+    takes the lower cost.
     """
     cost = functools.cache(functools.partial(row_cost, shape))
     pieces: list[_Piece] = []
