@@ -73,29 +73,6 @@ def row_cuts(rows: BatchRows, tree_rule: TreeRule) -> list[list[int]]:
     return [cuts_at(*args) for args in zip(ends, rows.prompt_lens, shown, strict=True)]
 
 
-def tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group]) -> dict[str, float]:
-    """Counts the tokens of these rows that each value of `prefix.trees` computes, as if every group were one pass, and
-    those that "stock" computes. Padding does not count. If rows have pixels and are no turns, "batch" gets the number
-    of "uid": to count it, each image would be hashed by itself, which takes long for one message of the log.
-
-    Args:
-        groups: of these rows, by `tree_rule`.
-    """
-    groups_by = {tree_rule.scope: groups}
-    are_turns = tree_rule._replace(scope="uid").cuts_rows(rows.uids, rows.keys)
-    for scope in ("off", "uid", "batch"):
-        if scope in groups_by:
-            continue
-        if scope == "batch" and any(rows.pixels) and not are_turns:
-            groups_by[scope] = groups_by["uid"]
-        else:
-            rule = tree_rule._replace(scope=scope)
-            groups_by[scope] = group_rows(rows, rule, rule.cuts_rows(rows.uids, rows.keys))
-    real = {scope: rows.without_padding(groups) for scope, groups in groups_by.items()}
-    computed = {scope: float(sum(group.num_physical_tokens for group in groups)) for scope, groups in real.items()}
-    return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}
-
-
 def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Returns numbers that stand for tokens, [N] int64: rows share a token only if its number is equal. The token is
     mixed with

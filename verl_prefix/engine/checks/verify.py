@@ -96,13 +96,14 @@ class Verification:
         group = cheapest(choice, len(rows))
         with self_check_advice():
             verdict = self._verdict(rows, group, budget, loss)
+        missed = None
         if misses := self._misses(verdict, rows, group, plan, loss):
-            self.failure = self._miss("; ".join(misses))
+            missed = self.failure = self._miss("; ".join(misses))
         elif verdict.not_finite:
             self._wait_for_finite_results(verdict)
         else:
             self._num_settled += 1
-        return self.failure, self._metrics(verdict) | {"timing_s/prefix_verify": time.perf_counter() - start}
+        return missed, self._metrics(verdict) | {"timing_s/prefix_verify": time.perf_counter() - start}
 
     def _wait_for_finite_results(self, verdict: Verdict) -> None:
         """Says once why the check stays due. If outputs are finite and gradients are not, the next loss is smaller."""

@@ -45,7 +45,7 @@ ROW_TOKENS = "tokens of rows"
 GROUP_TOKENS = "tokens of groups"
 # Prompts with rows in several mini-batches of an epoch.
 SPLIT_PROMPTS = "split prompts"
-# Of the first batch, what each value of prefix.trees computes: see `grouping.tokens_by_trees`.
+# Of the first batch, what each value of prefix.trees computes: see `sharing_advice`.
 TREE_TOKENS = {name: f"tokens of trees: {name}" for name in ("stock", "off", "uid", "batch")}
 
 

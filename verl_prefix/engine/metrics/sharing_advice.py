@@ -1,14 +1,16 @@
 """What the log says once of prompts that share less than they could, and what to set."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from verl_prefix.config.options import PrefixConfig
+from verl_prefix.core.groups import Group
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.grouping import TreeRule, tokens_by_trees
+from verl_prefix.engine.grouping import TreeRule, group_rows
 from verl_prefix.engine.metrics.metric_table import GROUP_TOKENS, ROW_TOKENS, SPLIT_PROMPTS, TREE_TOKENS
+from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import together
 from verl_prefix.engine.travel.exchange import Exchange
 
@@ -41,7 +43,7 @@ class SharingAdvice:
             return {}
         self._counts_trees = False
         with together("counting tokens"):
-            tokens = tokens_by_trees(exchange.computed, tree_rule, exchange.groups)
+            tokens = _tokens_by_trees(exchange.computed, tree_rule, exchange.groups)
         return {TREE_TOKENS[name]: number for name, number in tokens.items()}
 
     def tell(self, totals: Mapping[str, float], forward_only: bool) -> None:
@@ -55,20 +57,20 @@ class SharingAdvice:
             self._tell_of_trees(**{name: totals[metric] for name, metric in TREE_TOKENS.items()})
 
     def _tell_of_split_prompts(self, totals: Mapping[str, float]) -> None:
-        """Says of the first step that shares how many prompts the trainer put into several mini-batches, unless that
-        costs next to nothing."""
+        """Says of the first step that shares how many prompts the trainer put into several mini-batches, and what that
+        costs, unless it costs next to nothing."""
         if not totals[SPLIT_PROMPTS] or torch.distributed.get_rank():
             return
         tokens = totals[GROUP_TOKENS] / self._epochs
         whole_tokens = self._tokens_of_whole_prompts(totals)
-        cost = ""
-        if tokens and whole_tokens:
-            more = tokens - whole_tokens  # below 0 where a mini-batch took the stock path, and was not counted
-            if 0 <= more <= _WORTH_TELLING * whole_tokens:
+        cost = ""  # not known
+        # With fewer tokens than those of whole prompts a mini-batch took the stock path, and was not counted.
+        if whole_tokens and tokens >= whole_tokens:
+            more = tokens - whole_tokens
+            if more <= _WORTH_TELLING * whole_tokens:
                 return
-            if more > 0:
-                percent = 100 * more / whole_tokens
-                cost = f" ({more:.0f} tokens more than {whole_tokens:.0f} in an epoch of this step, +{percent:.0f}%)"
+            percent = 100 * more / whole_tokens
+            cost = f" ({more:.0f} tokens more than {whole_tokens:.0f} in an epoch of this step, +{percent:.0f}%)"
         # Where rows do not travel, as under a custom loss, which counts no group tokens, a rank counts its own prompts.
         is_of_one_rank = self._ranks.data_size > 1 and (self._options.exchange == "off" or not tokens)
         logger.warning(
@@ -106,3 +108,26 @@ class SharingAdvice:
                 "prefix: prompts begin alike: of %d tokens %d are computed, and with prefix.trees=batch %d",
                 stock, off, batch,
             )  # fmt: skip
+
+
+def _tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Group]) -> dict[str, float]:
+    """Counts the tokens of these rows that each value of `prefix.trees` computes, as if every group were one pass, and
+    those that "stock" computes. Padding does not count. If rows have pixels and are no turns, "batch" gets the number
+    of "uid": to count it, each image would be hashed by itself, which takes long for one message of the log.
+
+    Args:
+        groups: of these rows, by `tree_rule`.
+    """
+    groups_by = {tree_rule.scope: groups}
+    are_turns = tree_rule._replace(scope="uid").cuts_rows(rows.uids, rows.keys)
+    for scope in ("off", "uid", "batch"):
+        if scope in groups_by:
+            continue
+        if scope == "batch" and any(rows.pixels) and not are_turns:
+            groups_by[scope] = groups_by["uid"]
+        else:
+            rule = tree_rule._replace(scope=scope)
+            groups_by[scope] = group_rows(rows, rule, rule.cuts_rows(rows.uids, rows.keys))
+    real = {scope: rows.without_padding(groups) for scope, groups in groups_by.items()}
+    computed = {scope: float(sum(group.num_physical_tokens for group in groups)) for scope, groups in real.items()}
+    return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}
