@@ -1,4 +1,4 @@
-"""verl's FSDP2 engine as a backend, with Ulysses: `model_engine=prefix`.
+"""verl's FSDP2 engine as a backend, with sequence parallelism (Ulysses): `model_engine=prefix`.
 
 Source: verl/workers/engine/fsdp/transformer_impl.py, FSDPEngine and FSDPEngineWithLMHead.
 """
@@ -17,7 +17,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.backends.hugging_face import HFBackend, check_in_worker, freeze_vision_tower
-from verl_prefix.backends.stock_path import FSDPStockPath, VerlFSDPEngine
+from verl_prefix.backends.stock_path import FSDPStockPath
+from verl_prefix.backends.stock_replay import VerlFSDPEngine
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import CRITIC, FSDP2
 from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_optimizer_of_fsdp1, refuse_value_head
@@ -31,8 +32,8 @@ from verl_prefix.models import vision
 
 
 class PrefixCriticEngineConfig(PrefixEngineConfig):
-    """Config of a critic. It is in this module, not in config/, because verl sends it to workers: unpickling it there
-    imports the module, which registers the engine."""
+    """Config of a critic. verl sends it to workers. A worker that unpickles it imports this module, and so registers
+    the engine; in config/ it would not."""
 
     on, of_critic = CRITIC, True
 
@@ -41,18 +42,18 @@ class FSDPBackend(HFBackend):
     """`engine.backend.Backend` of verl's FSDPEngine.
 
     Args:
-        unfused: the user asked for verl's fused kernels, which are then off.
+        turned_off_fused: the user asked for verl's fused kernels, which our engine has turned off.
     """
 
     _engine: VerlFSDPEngine
 
-    def __init__(self, engine: VerlFSDPEngine, unfused: bool) -> None:
+    def __init__(self, engine: VerlFSDPEngine, turned_off_fused: bool) -> None:
         super().__init__(engine)
-        self._unfused = unfused
+        self._turned_off_fused = turned_off_fused
 
     @functools.cached_property
     def _stock_path(self) -> FSDPStockPath:
-        return FSDPStockPath(self._engine, self.ranks, self._unfused, self.replay)
+        return FSDPStockPath(self._engine, self.ranks, self._turned_off_fused, self.replay)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,13 +85,32 @@ class FSDPBackend(HFBackend):
 class ValueBackend(FSDPBackend):
     """`engine.backend.Backend` of verl's FSDPEngineWithValueHead."""
 
-    ignores_routes = True  # those of a batch are of the actor's experts
+    ignores_routes = True  # a batch has routes of the actor's experts
 
     def output_names(self, flags: Mapping[str, bool]) -> list[str]:
         return ["values"]
 
     def logits_like(self) -> torch.Tensor:
         return torch.zeros((1, 1), dtype=self.dtype, device=get_device_id())
+
+
+def _without_replaced_options(model_config: Any) -> Any:
+    """Returns a copy of the model's config in which options that the shared path replaces are off.
+
+    verl's fused kernels compute log-probs of all tokens, and read the whole lm_head, which FSDP2 has sharded. verl's
+    activation offload counts forwards of layers, of which the shared path has more, and makes gradient checkpointing
+    reentrant.
+    """
+    verls_model_config = copy.copy(model_config)
+    verls_model_config.__dict__.update(use_fused_kernels=False, enable_activation_offload=False)  # the config is frozen
+    return verls_model_config
+
+
+def _named_fsdp2(engine_config: PrefixEngineConfig) -> PrefixEngineConfig:
+    """Returns a copy of the engine's config whose strategy has the name that verl's `_build_fsdp_module` knows."""
+    verls_config = copy.copy(engine_config)
+    verls_config.strategy = "fsdp2"
+    return verls_config
 
 
 class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
@@ -104,30 +124,23 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
 
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config = engine_config.prefix
-        unfused = False
-        verls_model_config = model_config
         check_replayed(engine_config, FSDP2, model_config.hf_config)
+        verls_model_config, turned_off_fused = model_config, False
         if self.prefix_config.schedule != "stock":
-            model = "critic.model" if engine_config.of_critic else "actor_rollout_ref.model"
-            warn_of_replaced_options(model_config, model)
-            key = f"{role_of(engine_config)}.{engine_config.on.section}.ulysses_sequence_parallel_size"
-            check_in_worker(model_config, key, engine_config.ulysses_sequence_parallel_size, model)
-            # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head. Its offload
-            # counts forwards of layers, and would replace gradient checkpointing by a reentrant one.
-            unfused = bool(model_config.use_fused_kernels)
-            verls_model_config = copy.copy(model_config)
-            verls_model_config.__dict__.update(use_fused_kernels=False, enable_activation_offload=False)
-        # The base class branches on its own strategy names (_build_fsdp_module); the caller's configs stay as they are.
-        verls_config = copy.copy(engine_config)
-        verls_config.strategy = "fsdp2"
-        super().__init__(verls_model_config, verls_config, optimizer_config, checkpoint_config)
-        self.set_backend(self._backend_class(self, unfused), engine_config, model_config)
+            model_key = "critic.model" if engine_config.of_critic else "actor_rollout_ref.model"
+            warn_of_replaced_options(model_config, model_key)
+            size_key = f"{role_of(engine_config)}.{engine_config.on.section}.ulysses_sequence_parallel_size"
+            check_in_worker(model_config, size_key, engine_config.ulysses_sequence_parallel_size, model_key)
+            verls_model_config = _without_replaced_options(model_config)
+            turned_off_fused = bool(model_config.use_fused_kernels)
+        super().__init__(verls_model_config, _named_fsdp2(engine_config), optimizer_config, checkpoint_config)
+        self.set_backend(self._backend_class(self, turned_off_fused), engine_config, model_config)
 
     def load_checkpoint(self, local_path: str | None, *args: Any, **kwargs: Any) -> None:
-        """Loads as verl's method does.
+        """Loads a checkpoint by verl's method.
 
         Raises:
-            ValueError: it would load the optimizer state of FSDP1.
+            ValueError: the checkpoint has an optimizer state of FSDP1, and the method would load it.
         """
         if self.checkpoint_manager.should_load_optimizer:
             refuse_optimizer_of_fsdp1(local_path, role_of(self.engine_config))
@@ -159,7 +172,8 @@ class PrefixFSDPValueEngine(PrefixFSDPEngine, FSDPEngineWithValueHead):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """A critic has none; verl asks for it where the actor computes ref (`no_lora_adapter` of the batch)."""
+        """Does nothing: a critic has no adapter to disable. verl enters this context for batches with the flag
+        `no_lora_adapter`, with which an actor computes ref."""
         yield
 
     def _build_module(self) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""What backends of Hugging Face models have in common."""
+"""What the backends of FSDP2 and VeOmni have in common: both train Hugging Face models."""
 
 import functools
 import os
@@ -32,7 +32,7 @@ from verl_prefix.models.support import check_adapters, check_dropout, check_supp
 
 
 class VerlHFEngine(VerlEngine, Protocol):
-    """verl's FSDPEngine, or an engine that derives from it."""
+    """verl's FSDPEngine, or an engine of verl that derives from it."""
 
     ulysses_sequence_parallel_size: int
     ulysses_parallel_group: torch.distributed.ProcessGroup | None
@@ -62,7 +62,11 @@ class HFBackend(Backend):
 
     @abstractmethod
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of a backward, the last of an update or not, in which gradients are reduced as on the stock path."""
+        """Context of a backward in which gradients are reduced as on the stock path.
+
+        Args:
+            last: the backward is the last of the update.
+        """
 
     def check_model(self) -> None:
         check_adapters(self._engine.module)
@@ -71,7 +75,7 @@ class HFBackend(Backend):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """The dtype of autocast; in fp32 there is none."""
+        """The dtype of autocast. With fp32 there is no autocast."""
 
     @property
     def config(self) -> Any:
@@ -122,22 +126,22 @@ class HFBackend(Backend):
         self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, unscaled: bool,
         processor: Callable[..., Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Calls verl's prepare_model_outputs, as for one row."""
+        """Calls verl's `prepare_model_outputs`, as for one row."""
         labels = tokens["input_ids"].values()
         output_args = {
             "temperature_is_one": unscaled, "temperature_rmpad": temperature, "input_ids_rmpad_rolled": labels,
             "pad_size": 0,
         }  # fmt: skip
-        # Under sequence parallelism verl's engine would gather outputs here, and its processor cut the teacher's rows.
-        # All are this rank's tokens': the runner gathers outputs of a pass once.
+        # Under sequence parallelism verl's engine would gather outputs here, and its processor would cut the teacher's
+        # rows. Here all tensors have this rank's tokens alone: the runner gathers the outputs of a pass once.
         with replaced(self._engine, "use_ulysses_sp", False), without_ulysses():
             model_output = SimpleNamespace(logits=logits.unsqueeze(0))
             outputs = self._engine.prepare_model_outputs(model_output, output_args, tokens, processor)
         return {name: x.values() for name, x in outputs.items()}
 
     def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
-        """Log-probs alone need no copy, by flash-attn's cross entropy, which writes the gradient over the logits.
-        Entropy, and log-probs without that package, need several copies in fp32."""
+        """With flash-attn's cross entropy log-probs need no copy: it writes the gradient over the logits. Entropy needs
+        several copies in fp32. So do log-probs without flash-attn."""
         is_installed = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
         is_disabled = os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"
         return is_installed and not is_disabled and not any(flags.values())
@@ -147,7 +151,7 @@ class HFBackend(Backend):
         return torch.zeros((1, vocab_size), dtype=self.dtype, device=get_device_id())
 
     def gradients(self) -> Gradients:
-        """Mixers are compared whole, layers and the vision tower in part."""
+        """Mixers are compared whole. Layers and the vision tower are compared in part."""
         model: Any = self._engine.module
         layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
         tower = {"the vision tower": vision.tower_of(model)} if vision.is_vision_config(model.config) else {}
@@ -174,34 +178,27 @@ def without_ulysses() -> Iterator[None]:
         set_ulysses_sequence_parallel_group(group)
 
 
-def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's shard."""
-    return local_shard(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach()
-
-
-def freeze_vision_tower(model: Any, engine_config: Any) -> None:
-    """Freezes the model's vision tower, if `actor.freeze_vision_tower` says so; verl's own engines ignore the key. Our
-    engines for FSDP2 and VeOmni call this once verl has built the model, and before it shards it.
-
-    Raises:
-        ValueError: the model has no tower.
-    """
-    if engine_config.freeze_vision_tower:
-        vision.tower_of(model).requires_grad_(False)
-
-
 def local_shard(x: Any) -> torch.Tensor:
-    """Returns this rank's shard of a tensor that FSDP2 sharded, and any other tensor as it is."""
+    """Returns this rank's shard of a tensor that FSDP2 has sharded. Any other tensor comes back as it is."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 
+def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Returns this rank's shard of the parameter's gradient; zeros where there is no gradient."""
+    return local_shard(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach()
+
+
+# What the engines for FSDP2 and VeOmni call while they and their models are built.
+
+
 def check_in_worker(model_config: Any, key: str, size: int, model: str = "actor_rollout_ref.model") -> None:
-    """Checks in a worker what the driver checked where it saw the model: its layers, and how many ranks share a row.
+    """Checks the model's layers, and how many ranks share a row. The driver makes the same checks, but only where it
+    sees the model. Workers always see it.
 
     Args:
-        key: sets how many ranks share a row.
-        size: how many these are.
-        model: the key of the model's section.
+        key: the config key that sets how many ranks share a row.
+        size: how many ranks share a row.
+        model: the config key of the model's section.
 
     Raises:
         ValueError: naming what stands in the way.
@@ -209,3 +206,14 @@ def check_in_worker(model_config: Any, key: str, size: int, model: str = "actor_
     check_supported(model_config.hf_config, model)
     check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config, model)
     check_dealt(key, size, model_config.hf_config)
+
+
+def freeze_vision_tower(model: Any, engine_config: Any) -> None:
+    """Freezes the model's vision tower if `actor.freeze_vision_tower` says so, a key that verl's own engines ignore.
+    Our engines call this function after verl has built the model, and before verl shards it.
+
+    Raises:
+        ValueError: the model has no tower.
+    """
+    if engine_config.freeze_vision_tower:
+        vision.tower_of(model).requires_grad_(False)

@@ -1,7 +1,8 @@
-"""verl's VeOmni engine as a backend: FSDP2, expert parallelism and Ulysses. `model_engine=prefix_veomni`.
+"""verl's VeOmni engine as a backend, `model_engine=prefix_veomni`: FSDP2 with expert and sequence parallelism.
 
-Only what VeOmni does otherwise than verl's FSDP2 engine stands here. Source:
-verl/workers/engine/veomni/transformer_impl.py, VeOmniEngine and VeOmniEngineWithLMHead.
+`hugging_face` has what it shares with verl's FSDP2 engine.
+
+Source: verl/workers/engine/veomni/transformer_impl.py, VeOmniEngine and VeOmniEngineWithLMHead.
 """
 
 import functools
@@ -30,14 +31,15 @@ from verl_prefix.models import vision
 class VeOmniBackend(HFBackend):
     """`engine.backend.Backend` of verl's VeOmniEngine.
 
-    Expert parallelism spans ranks that have different rows: the experts of a layer lie on `expert_parallel_size` ranks,
-    and every forward and backward of it sends each token to its experts' ranks and back
-    (veomni/distributed/moe/moe_layer.py). All ranks run the same passes, one by one.
+    Expert parallelism spans data-parallel ranks: the experts of a layer lie on `expert_parallel_size` ranks. Every
+    forward and backward of the layer sends each token to its experts' ranks and back
+    (veomni/distributed/moe/moe_layer.py). So all ranks run equally many passes, in step.
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        return getattr(self._engine, "_autocast_dtype", torch.bfloat16)  # as verl reads it, which does not set it here
+        # verl's VeOmni engine reads the attribute with the same default, and does not set it.
+        return getattr(self._engine, "_autocast_dtype", torch.bfloat16)
 
     @functools.cached_property
     def shape(self) -> ModelShape:
@@ -46,7 +48,7 @@ class VeOmniBackend(HFBackend):
     @functools.cached_property
     def stock_facts(self) -> StockFacts:
         by_bounds = is_varlen(self.config.get_text_config()._attn_implementation)
-        # VeOmni's models run a tower for images and for videos, on zeros where a micro-batch has none.
+        # VeOmni's models run the vision tower once for images and once for videos, on zeros where there are none.
         return StockFacts(
             dense_mask=not by_bounds, separates_rows=False, wrong_when_sharded=None, equal_tower_runs=True,
             row_begins="zeros" if by_bounds else "jumps",
@@ -63,7 +65,7 @@ class VeOmniBackend(HFBackend):
         return self._engine.verls_forward_backward(data, loss_function, forward_only)
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()  # every backward reduces, as every micro-batch of VeOmniEngine.forward_backward_batch
+        return nullcontext()  # every backward reduces gradients, as in VeOmniEngine.forward_backward_batch
 
 
 class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
@@ -87,7 +89,7 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
         self.set_backend(VeOmniBackend(self), engine_config, model_config)
 
     def _maybe_apply_async_activation_offload(self, module: torch.nn.Module) -> None:
-        """Also freezes the vision tower. verl calls nothing else with the model before it shards it."""
+        """Also freezes the vision tower. verl calls no other method with the model before it shards the model."""
         super()._maybe_apply_async_activation_offload(module)
         freeze_vision_tower(module, self.engine_config)
 

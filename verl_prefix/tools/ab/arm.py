@@ -26,7 +26,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.backends.fsdp import PrefixEngineConfig
 from verl_prefix.backends.hugging_face import local_shard
-from verl_prefix.backends.stock_path import replaying
+from verl_prefix.backends.stock_replay import replaying
 from verl_prefix.config.model import dense_attention, read_hf_config
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.engine.backend import Replay
