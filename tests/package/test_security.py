@@ -144,8 +144,8 @@ import verl_prefix
 names = [module.name for module in pkgutil.walk_packages(verl_prefix.__path__, "verl_prefix.")]
 # Of vLLM, VeOmni and Megatron, which only their installations can import.
 for alone in (
-    "cpu.vllm_worker", "backends.veomni", "backends.megatron", "backends.megatron_runner", "backends.pipeline",
-    "models.mcore", "models.mcore_pipeline",
+    "cpu.vllm_worker", "backends.veomni", "backends.megatron", "backends.megatron_check", "backends.megatron_runner",
+    "backends.pipeline", "models.mcore", "models.mcore_pipeline",
 ):
     names.remove(f"verl_prefix.{alone}")
 for name in names:

@@ -7,10 +7,10 @@ Source: verl/workers/engine/megatron/transformer_impl.py, MegatronEngine and Meg
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -23,6 +23,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, shape_of_config
+from verl_prefix.backends.megatron_check import MegatronSelfCheck, VerlMegatronEngine, gradient_buffers
 from verl_prefix.backends.megatron_runner import MegatronRunner
 from verl_prefix.backends.pipeline import PipelineRunner
 from verl_prefix.config.engines import heads_of
@@ -37,9 +38,8 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
-from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts, VerlEngine
+from verl_prefix.engine.backend import Backend, Ranks, Replay, StockFacts
 from verl_prefix.engine.checks.gradients import Gradients
-from verl_prefix.engine.checks.noise import disturbed_outputs
 from verl_prefix.engine.fields import ROUTES
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.outputs import flags_of, policy_outputs
@@ -51,7 +51,6 @@ from verl_prefix.models.mcore import (
     counts_tokens,
     is_last_stage,
     layers_with_experts,
-    router_counts,
     unsupported_reasons,
     unwrapped,
 )
@@ -59,27 +58,17 @@ from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import check_supported
 
 
-class VerlMegatronEngine(VerlEngine, Protocol):
-    """verl's MegatronEngineWithLMHead; its `module` is a list of one."""
-
-    param_dtype: torch.dtype
-    _distillation_use_topk_active: bool
-
-    def get_context_parallel_group(self) -> torch.distributed.ProcessGroup: ...
-
-    def _lm_head_logits_processor(self, *tensors: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]: ...
-
-    def _routed_num_tokens(self, data: TensorDict) -> torch.Tensor: ...
-
-
 class MegatronBackend(Backend):
-    """verl's MegatronEngine.
+    """`engine.backend.Backend` of verl's MegatronEngine.
 
-    Ranks of a tensor-parallel set and of a pipeline have the same rows and run the same plan; each has its heads, its
-    part of every matrix and of the vocabulary, or its layers. The last stage alone has outputs and losses. Ranks of
-    context parallelism have the same rows as well, and cut packed rows by `core.sequence_parallel`; the stock path,
-    with which the self-check compares, cuts each row in zigzag there. Expert parallelism spans ranks that have
-    different rows, as with VeOmni, and ranks of context parallelism.
+    All ranks of a model-parallel set have the same rows and run the same plan:
+
+    - A tensor-parallel rank has its heads, and its part of every matrix and of the vocabulary.
+    - A stage of the pipeline has its layers. The last stage alone has outputs and losses.
+    - A context-parallel rank has its part of each packed row (`core.sequence_parallel`). The stock path cuts each row
+      in zigzag there.
+
+    Expert parallelism spans data-parallel ranks, as with VeOmni, and context-parallel ranks.
     """
 
     after_not_finite = (
@@ -107,9 +96,7 @@ class MegatronBackend(Backend):
         (module,) = self._engine.module
         return module
 
-    @property
-    def _gradient_buffers(self) -> list[torch.Tensor]:
-        return [buffer.grad_data for buffer in (*self._module.buffers, *self._module.expert_parallel_buffers)]
+    # What the model is, and what updates keep: for plans and their memory.
 
     def check_model(self) -> None:
         if reasons := unsupported_reasons(self._module):
@@ -127,38 +114,7 @@ class MegatronBackend(Backend):
 
     @functools.cached_property
     def shape(self) -> ModelShape:
-        return replace(shape_of_config(self.config, self.dtype), last=0.0)  # `models.mcore` runs all of the last layer
-
-    def aligned_routes(self, data: TensorDict) -> TensorDict:
-        """Aligns routes of R3. Tokens that verl sends where their router says get -1: the last one of each row, and all
-        of a row whose response is masked. Others go where their record says, though that may be one expert several
-        times."""
-        if self._engine.engine_config.router_replay.mode != "R3":
-            return data
-        ids = data["input_ids"]
-        routes = align_r3_router_replay_data(data[ROUTES], ids)
-        is_free = ~build_r3_replay_mask(ids, data["response_mask"]).values().to(routes.device)
-        values = routes.values().masked_fill(is_free[:, None, None], -1)
-        aligned = data.exclude(ROUTES)
-        aligned[ROUTES] = torch.nested.nested_tensor_from_jagged(values, routes.offsets())
-        return aligned
-
-    @property
-    def stock_facts(self) -> StockFacts:
-        return StockFacts(dense_mask=False, separates_rows=False, wrong_when_sharded=None, row_begins="places")
-
-    @functools.cached_property
-    def replay(self) -> Replay | None:
-        """Whether and how routers are replayed. Routes of a rollout (R3) have all layers. Those that verl records (R2)
-        have only layers with experts."""
-        mode = self._engine.engine_config.router_replay.mode
-        config = unwrapped(self._module).config
-        layers = config.num_layers if mode == "R3" else len(layers_with_experts(config))
-        return None if mode == "disabled" else Replay(mode, layers, config.moe_router_topk)
-
-    @property
-    def counts_last_tokens(self) -> bool:
-        return counts_tokens(self._module)
+        return replace(shape_of_config(self.config, self.dtype), last=0.0)  # the last layer computes all tokens
 
     def memory(self, options: PrefixConfig) -> Memory:
         return Memory.of_megatron(self._engine.engine_config, torch.distributed.get_world_size(), options)
@@ -166,9 +122,18 @@ class MegatronBackend(Backend):
     def gradient_bytes(self) -> float:
         if not self.trains:
             return 0.0
-        # mcore's buffers stay, but between updates param_offload frees their memory.
-        freed = (grads for grads in self._gradient_buffers if not grads.untyped_storage().nbytes())
+        # mcore keeps its buffers, but param_offload frees their memory between updates.
+        freed = (grads for grads in gradient_buffers(self._module) if not grads.untyped_storage().nbytes())
         return float(sum(grads.nbytes for grads in freed))
+
+    def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
+        return False  # verl's function makes a copy in fp32 and the gradient
+
+    # How passes run, and what becomes of their logits.
+
+    def begin_shared_path(self, rows: BatchRows) -> None:
+        """Sets whether the loss is top-k distillation. verl's `optimizer_step` then empties the allocator's cache."""
+        self._engine._distillation_use_topk_active = rows.flag("distillation_use_topk")
 
     def _hooked_model(self) -> MegatronModel:
         return MegatronModel(self._module)
@@ -181,17 +146,9 @@ class MegatronBackend(Backend):
         return runner_type(forward, step, backward, offload=offload, meter=meter, module=self._module)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        """Scales a loss and runs its backward, where there is no pipeline. In one mcore's schedule does both."""
+        """Scales a loss and runs its backward. In a pipeline mcore's schedule does both instead."""
         scale = unwrapped(self._module).config.grad_scale_func
         (loss if scale is None else scale(loss)).backward()
-
-    def model_metrics(self, runner: PlanRunner) -> dict[str, float]:
-        assert isinstance(runner.forward.model, MegatronModel)
-        config = unwrapped(self._module).config
-        if config.num_moe_experts is None or runner.backward is None:
-            return {}
-        loads = runner.forward.model.expert_loads
-        return loads.metrics(self.ranks.sum_over_ranks, config.num_layers, config.num_moe_experts)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -203,11 +160,11 @@ class MegatronBackend(Backend):
         self, logits: torch.Tensor, tokens: TensorDict, temperature: torch.Tensor, unscaled: bool,
         processor: Callable[..., Any] | None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Calls verl's vocabulary-parallel functions, as does every rank of a tensor-parallel set."""
+        """Calls verl's vocabulary-parallel functions. Every rank of a tensor-parallel set calls them together."""
         labels = tokens["input_ids"].values()
-        # verl's losses would pad the teacher's rows and cut them for context parallelism; here they are those of this
-        # rank's tokens. mcore hands on logits in fp32 (Float16Module.forward). verl's function writes over them and the
-        # temperature.
+        # verl's losses would pad the teacher's rows and cut them for context parallelism. Here the teacher's rows have
+        # this rank's tokens alone, so that nothing is left to do but to unpack them. verl's function expects logits in
+        # fp32, as mcore returns them (Float16Module.forward). It writes over the logits and the temperature.
         with replaced(losses, "preprocess_thd_engine", lambda rows, **_: (rows.values().unsqueeze(0),)):
             outputs = self._engine._lm_head_logits_processor(
                 logits.float().unsqueeze(0), labels.unsqueeze(0), temperature.unsqueeze(0), **flags_of(tokens),
@@ -215,17 +172,23 @@ class MegatronBackend(Backend):
             )  # fmt: skip
         return {name: x[0] for name, x in outputs.items()}
 
-    def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
-        return False  # a copy in fp32, and the gradient
-
     def logits_like(self) -> torch.Tensor:
         size = unwrapped(self._module).output_layer.output_size_per_partition
         return torch.zeros((1, size), dtype=self.dtype, device=get_device_id())
 
-    def begin_shared_path(self, rows: BatchRows) -> None:
-        """Says whether the loss is top-k distillation, after which verl's `optimizer_step` empties the allocator's
-        cache."""
-        self._engine._distillation_use_topk_active = rows.flag("distillation_use_topk")
+    @property
+    def counts_last_tokens(self) -> bool:
+        return counts_tokens(self._module)
+
+    def model_metrics(self, runner: PlanRunner) -> dict[str, float]:
+        assert isinstance(runner.forward.model, MegatronModel)
+        config = unwrapped(self._module).config
+        if config.num_moe_experts is None or runner.backward is None:
+            return {}
+        loads = runner.forward.model.expert_loads
+        return loads.metrics(self.ranks.sum_over_ranks, config.num_layers, config.num_moe_experts)
+
+    # The stock path.
 
     def run_stock_path(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
@@ -235,78 +198,49 @@ class MegatronBackend(Backend):
         tu.assign_non_tensor(data, use_fused_kernels=fused)
         return self._engine.verls_forward_backward(data, loss_function, forward_only)
 
+    @property
+    def stock_facts(self) -> StockFacts:
+        return StockFacts(dense_mask=False, separates_rows=False, wrong_when_sharded=None, row_begins="places")
+
+    # Expert routes, on both paths.
+
+    @functools.cached_property
+    def replay(self) -> Replay | None:
+        """As `Backend` says. Routes of a rollout (R3) have all layers. Routes that verl records (R2) have only layers
+        with experts."""
+        mode = self._engine.engine_config.router_replay.mode
+        config = unwrapped(self._module).config
+        layers = config.num_layers if mode == "R3" else len(layers_with_experts(config))
+        return None if mode == "disabled" else Replay(mode, layers, config.moe_router_topk)
+
+    def aligned_routes(self, data: TensorDict) -> TensorDict:
+        """Aligns the routes of R3 with tokens. Some tokens get -1, since verl lets their router choose: the last token
+        of each row, and all tokens of a row whose response is masked. Every other token goes where its record says,
+        even if the record names one expert several times."""
+        if self._engine.engine_config.router_replay.mode != "R3":
+            return data
+        ids = data["input_ids"]
+        routes = align_r3_router_replay_data(data[ROUTES], ids)
+        is_free = ~build_r3_replay_mask(ids, data["response_mask"]).values().to(routes.device)
+        values = routes.values().masked_fill(is_free[:, None, None], -1)
+        aligned = data.exclude(ROUTES)
+        aligned[ROUTES] = torch.nested.nested_tensor_from_jagged(values, routes.offsets())
+        return aligned
+
+    # For the self-check.
+
+    @property
+    def _self_check(self) -> MegatronSelfCheck:
+        return MegatronSelfCheck(self._engine, self.ranks, self.trains)
+
     def gradients(self) -> Gradients:
-        layers = unwrapped(self._module).decoder.layers
-        (most,) = self.ranks.max_over_ranks([len(layers)])  # stages may have different numbers
-        missing = [torch.nn.Module()] * (int(most) - len(layers))
-        parts = {f"layer {i} of a stage": layer for i, layer in enumerate([*layers, *missing])}
-        return Gradients(self._module, {}, parts, self._local_grad, self._clear)
-
-    def _local_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Returns this rank's part of a gradient. With the distributed optimizer it is what lies in this rank's shard
-        of the buffer. The rest is not reduced, so that it depends on which tokens this rank computes. Of a buffer of
-        100 on 4 ranks, rank 1 has [25, 50): of a gradient that lies at [40, 70) its first 10."""
-        grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
-        if grad is None:
-            return torch.zeros_like(parameter)
-        group = self._module.param_to_bucket_group[parameter]
-        if not group.ddp_config.use_distributed_optimizer:
-            return grad.detach()
-        buffer = group.param_to_bucket[parameter].grad_data
-        size = len(buffer) // group.intra_distributed_optimizer_instance_size
-        start = group.intra_distributed_optimizer_instance_rank * size
-        start -= grad.storage_offset() - buffer.storage_offset()
-        return grad.detach().flatten()[max(start, 0) : max(start + size, 0)]
-
-    def _clear(self) -> None:
-        if self.trains:
-            self._module.zero_grad_buffer()
+        return self._self_check.gradients()
 
     def rounding_noise(self, seed: int) -> AbstractContextManager[None]:
-        layers = unwrapped(self._module).decoder.layers
-        return disturbed_outputs([layer.self_attention for layer in layers], [], self.dtype, seed)
+        return self._self_check.rounding_noise(seed)
 
-    @contextmanager
-    def gradients_aside(self) -> Iterator[None]:
-        """Also keeps what routers have counted. Inside, no loss balances experts, since such losses depend on how rows
-        fall into passes, and routers' biases stay, which mcore moves whenever gradients are reduced."""
-        if not self.trains:
-            yield
-            return
-        config = unwrapped(self._module).config
-        coefficient = config.moe_aux_loss_coeff
-        no_balance = [0.0] * len(coefficient) if isinstance(coefficient, list) else 0.0
-        with (
-            self._kept_aside(),
-            replaced(config, "moe_router_bias_update_rate", 0.0),
-            replaced(config, "moe_aux_loss_coeff", no_balance),
-            replaced(self._engine, "_routed_num_tokens", functools.partial(_rows_times, self.ranks.sequence_size)),
-        ):
-            yield
-
-    @contextmanager
-    def _kept_aside(self) -> Iterator[None]:
-        """Context that begins without gradients, and ends with the gradients and the counts of routers that were there
-        before. Inside, counts have no effect."""
-        counts = router_counts(self._module)
-        # Where an update begins there are no gradients, and nothing is copied.
-        kept = [(x, x.cpu()) for x in (*self._gradient_buffers, *counts) if x.any()]
-        self._clear()
-        try:
-            yield
-        finally:
-            self._clear()
-            for count in counts:
-                count.zero_()
-            for x, values in kept:
-                x.copy_(values)
-
-
-def _rows_times(sequence_size: int, data: TensorDict) -> torch.Tensor:
-    """Stands in for verl's `_routed_num_tokens` of a batch. Where Megatron-Bridge divides gradients by tokens, verl
-    counts n // sequence_size tokens of a micro-batch of n, and so loses the rest. Of rows * sequence_size there is no
-    rest."""
-    return torch.tensor(len(data) * sequence_size, device=data["input_ids"].device)
+    def gradients_aside(self) -> AbstractContextManager[None]:
+        return self._self_check.gradients_aside()
 
 
 class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
@@ -329,8 +263,8 @@ class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
             for key, size, before in heads_of({"megatron": engine_config}):
                 check_dealt(key, size, hf_config, before)
             check_built(hf_config, engine_config)
-            verls_config = copy.copy(engine_config)  # the caller's stays as it is
-            verls_config.__dict__.update(use_fused_kernels=False)  # they make log-probs of all tokens
+            verls_config = copy.copy(engine_config)  # the caller's config stays as it is
+            verls_config.__dict__.update(use_fused_kernels=False)  # fused kernels compute log-probs of all tokens
         super().__init__(model_config, verls_config, optimizer_config, checkpoint_config)
         self.set_backend(MegatronBackend(self), engine_config, model_config)
 
