@@ -15,6 +15,7 @@ from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core import host_memory, meter
 from verl_prefix.core.kernels import aten, merge
+from verl_prefix.core.pass_notes import PassNote
 
 CUDA = torch.device("cuda")
 
@@ -53,7 +54,7 @@ def test_phases_are_timed_by_events_for_which_only_the_reader_waits(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     found = meter.Meter()
     for name, milliseconds in (("phase_a", 250.0), ("wave", 1000.0), ("phase_a", 500.0)):
-        with found.phase(name, [], CUDA):
+        with found.phase(PassNote(name, []), CUDA):
             now[0] += milliseconds
     assert not waited
     assert found.seconds == {"phase_a": 0.75, "wave": 1.0}

@@ -1,6 +1,7 @@
 """Passes that are nested in phases A: random deep trees against HF's own forward of every whole row."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from runners import run_shared, run_stock
 from short_chunks import short_chunks
 from tree_models import FAMILIES, equal_hf, error, measure, small  # noqa: F401
 
+from verl_prefix.core import runner as core_runner
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.nesting import Nesting
-from verl_prefix.core.pass_notes import PassNote
+from verl_prefix.core.packed_row import pack_groups
 from verl_prefix.core.plan import PackedPass, PhasedPass, Plan
 from verl_prefix.core.planning import make_plan
 from verl_prefix.testing.rollouts import flatten, turn_rollouts
@@ -58,8 +60,6 @@ def test_the_example_of_nesting():
     (inner,) = trunk.phased
     assert inner.num_tokens == 40 and [wave.groups[0].rows for wave in inner.waves] == [(4, 5), (6, 7)]
     assert not trunk.waves and inner.nested == inner.waves
-    notes = [PassNote(one.phase, one.groups) for one in (trunk.packed[0], inner, inner.waves[0])]
-    assert [note.phase for note in notes] == ["nested", "phase_a", "wave"]
     plans = [make_plan([group], 100, *options) for options in (("auto",), ("packed",))]
     plans.append(make_plan([group], 100, "auto", nests=False))
     assert [plan.num_physical_tokens for plan in plans] == [180, 300, 260]
@@ -162,6 +162,26 @@ RUNS = {
 }
 MARKS = {"qwen3": ()} | dict.fromkeys(("qwen3.5", "granite4-h", "gpt-oss-window-9"), pytest.mark.more)
 CHECKPOINTED = {"checkpointed": False, "reentrant": True, "kept attention": False}
+
+
+@pytest.mark.parametrize("num_groups", [1, 0], ids=["rows", "dummy"])
+def test_an_error_of_a_nested_packed_pass_says_that_it_is_nested(monkeypatch, num_groups):
+    """By which `engine.out_of_memory` knows that a phase A around it waits. MOCK: packing fails."""
+
+    def fail(groups, offsets, phase, outer):
+        if phase == "packed":
+            raise RuntimeError("injected")
+        return pack_groups(groups, offsets, phase, outer)
+
+    monkeypatch.setattr(core_runner, "pack_groups", fail)
+    model, batch = build("qwen3", torch.float64), rollouts(deep, 5)
+    plan = plan_of(batch, 40, offload=False)
+    if not num_groups:  # of a rank whose tree is less deep than another's
+        plan = Plan((replace(plan.phased[0], packed=(PackedPass(),)),))
+    monkeypatch.setattr("runners.make_plan", lambda *args, **options: plan)
+    with pytest.raises(RuntimeError, match="injected") as raised:
+        run_shared(model, batch, "phased", budget=40)
+    assert raised.value.prefix_phase == "nested" and not plan.packed
 
 
 @pytest.mark.parametrize(

@@ -517,7 +517,7 @@ def test_where_the_host_refuses_a_page_tensors_stay(monkeypatch, counts, caplog)
             return getattr(torch, name)
 
         def empty(self, *size, **options):
-            raise RuntimeError("out of locked memory")
+            raise RuntimeError("CUDA error: out of memory")
 
     model = build()
     without = measure(model)
@@ -525,7 +525,7 @@ def test_where_the_host_refuses_a_page_tensors_stay(monkeypatch, counts, caplog)
     host_pages.cache_clear()
     assert same_bits(measure(model, offload=True), without)
     host_pages.cache_clear()
-    assert not any(counts.values()) and caplog.text.count("stays on the GPU: out of locked memory") == 1
+    assert not any(counts.values()) and caplog.text.count("stays on the GPU: CUDA error: out of memory") == 1
 
 
 def test_prefetch_out_of_device_memory_is_left_to_demand(monkeypatch, counts):

@@ -1,7 +1,7 @@
 """Every rank reaches every collective of a mini-batch: with rows, without any to compute, and without outputs.
 
-Four gloo ranks, two copies (Ulysses) of two data ranks. MOCK: the second copy has no outputs, as the first stages of a
-pipeline have none; it computes what it would, and then drops it.
+Four gloo ranks: two data-parallel ones, each of two sequence-parallel ones (Ulysses). MOCK: the second of each two has
+no outputs, as the first stages of a pipeline have none; it computes what it would, and then drops it.
 """
 
 import ast

@@ -621,7 +621,7 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
             place = i % (1 + 2 * epochs)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": place == 2 * epochs})
             batch = BatchRows(data, keys=range(rows))
-            exchange = Exchange(batch, [], False, set(("bc", "ab")[place % 2]), {})
+            exchange = Exchange(batch, [], False, set(("bc", "ab")[place % 2]))
             assert metrics.count_rows(exchange, TreeRule(), forward_only=place == 0) == {"prefix/split_uids": 0}
             own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": sum(groups or [3])}
             found = metrics.report(own, batch, forward_only=place == 0)

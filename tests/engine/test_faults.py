@@ -103,6 +103,7 @@ def _searches(path: str) -> list[tuple[str, int]]:
         with mock.patch.object(PassResults, "report_not_finite", side_effect=error_of_search) as search:
             with pytest.raises(RuntimeError) as raised:
                 _update(engine, 0, PHASED)
+        assert raised.value.__context__ is None, "the search's own error is not shown as its cause"
         found.append((str(raised.value), search.call_count))
     return found
 

@@ -192,7 +192,7 @@ def test_tokens_of_turns_are_shown_and_trees_must_save_some(
     from verl_prefix.config.options import PrefixConfig
     from verl_prefix.engine.metrics.sharing_advice import SharingAdvice
 
-    backend = SimpleNamespace(ranks=SimpleNamespace(copies=1), trains=True)
+    backend = SimpleNamespace(ranks=SimpleNamespace(data_size=1), trains=True)
 
     def said(off: int, uid: int) -> str:
         caplog.clear()

@@ -110,7 +110,7 @@ class PipelineRunner(MegatronRunner):
             with ExitStack() as measured:
                 if begun:
                     measured.enter_context(self.meter.between_a_and_c(device))
-                measured.enter_context(self.meter.phase("wave" if begun else "packed", groups, device))
+                measured.enter_context(self.meter.phase(PassNote("wave" if begun else "packed", groups), device))
                 self._run_1f1b(batch, micro_batches)
             micro_batches.clear()  # they would keep the caches of phases A
             while begun:
@@ -169,7 +169,7 @@ class PipelineRunner(MegatronRunner):
         (cache,) = begun.phase_a.caches
         grad = neighbours.receive_gradient(output)
         if output.requires_grad:
-            with self.meter.phase("phase_c", begun.planned.groups, device):
+            with self.meter.phase(PassNote("phase_c", begun.planned.groups), device):
                 cache.backward(output, grad)
         neighbours.send_gradient(begun.received)
 

@@ -47,7 +47,8 @@ class HostPages:
         stream: of all copies; None on CPU, where a copy is done at once.
         free: pages that nobody holds.
         num_pages: how many there are.
-        is_full: the host refused a page, by a limit that `host_room` does not read, as on locked memory.
+        is_full: the host refused a page, by a limit that `host_room` does not read, as on locked memory. It is not
+            asked for more again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,6 +65,8 @@ class HostPages:
                 self.free.append(torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self.stream is not None))
                 self.num_pages += 1
             except RuntimeError as error:
+                if not any(text in str(error) for text in ("out of memory", "allocate memory")):
+                    raise  # an earlier kernel's, for example
                 self.is_full = True
                 held = self.num_pages * PAGE_BYTES / 2**30
                 logger.warning("prefix: host gives %.1f GiB and no more; the rest stays on the GPU: %s", held, error)

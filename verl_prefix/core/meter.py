@@ -2,13 +2,12 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from verl_prefix.core.groups import Group
 from verl_prefix.core.pass_notes import PassNote
 
 
@@ -43,13 +42,12 @@ class Meter:
         return seconds
 
     @contextmanager
-    def phase(self, name: str, groups: Sequence[Group], device: torch.device, part: str = "") -> Iterator[None]:
-        """Context that times a phase, or a `part` of it, and names it to torch's profiler. Errors inside get a note, by
-        the arguments of `PassNote`."""
+    def phase(self, note: PassNote, device: torch.device) -> Iterator[None]:
+        """Context that times a phase, or a part of it, and names it to torch's profiler. Errors inside get the note."""
         start = _now(device)
-        with PassNote(name, groups, part), torch.profiler.record_function(f"prefix {part or name}"):
+        with note, torch.profiler.record_function(f"prefix {note.part or note.phase}"):
             yield
-        self._moments.append((name, start, _now(device)))
+        self._moments.append((note.phase, start, _now(device)))
 
     @contextmanager
     def between_a_and_c(self, device: torch.device) -> Iterator[None]:

@@ -21,9 +21,10 @@ class PassNote(AbstractContextManager[None]):
         phase: "packed", "phase_a", "wave" or "phase_c".
         groups: the groups that the pass computes; none for a dummy.
         part: which part of the phase, as "wave 2 of 5", if not all of it.
+        nested: the pass is inside of a phased one.
     """
 
-    def __init__(self, phase: str, groups: Sequence[Group], part: str = "") -> None:
+    def __init__(self, phase: str, groups: Sequence[Group], part: str = "", nested: bool = False) -> None:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         rows = [list(group.rows) for group in groups]
         own, outer = sum(g.num_own_strand_tokens for g in groups), sum(g.num_outer_tokens for g in groups)
@@ -31,7 +32,8 @@ class PassNote(AbstractContextManager[None]):
         counts += [] if phase in ("phase_a", "phase_c") else [f"{sum(g.num_suffix_tokens for g in groups)} suffix"]
         held = f"{len(groups)} groups of rows {listed(rows)}, {' and '.join(counts)} tokens"
         held += f" after {outer} prefix tokens of phases A" if outer else ""
-        self.phase = "nested" if outer and phase == "packed" else phase
+        self.phase, self.groups, self.part = phase, groups, part
+        self._phase_of_error = "nested" if nested and phase == "packed" else phase
         self.where = f"{part or phase}, rank {rank}: {held if groups else 'a dummy without rows'}"
 
     def __enter__(self) -> None:
@@ -43,11 +45,11 @@ class PassNote(AbstractContextManager[None]):
 
     def note(self, error: BaseException | None) -> None:
         """Adds to an error where it was raised, unless it says so already. Its `prefix_phase` is then the phase, or
-        "nested" for a packed pass inside of a phased one."""
+        "nested" for a nested packed pass."""
         if error is None or isinstance(error, GeneratorExit) or hasattr(error, "prefix_phase"):
             return
         add_note(error, f"verl_prefix was in {self.where}")
-        error.prefix_phase = self.phase  # type: ignore[attr-defined]  # read by engine.out_of_memory
+        error.prefix_phase = self._phase_of_error  # type: ignore[attr-defined]  # read by engine.out_of_memory
 
 
 class NotesOfALoop(AbstractContextManager[None]):

@@ -17,7 +17,7 @@ from verl_prefix.core.forward import PackedForward, PassOutputs, TokenBatch
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.packed_row import PackedRow, pack_groups
-from verl_prefix.core.pass_notes import NotesOfALoop
+from verl_prefix.core.pass_notes import NotesOfALoop, PassNote
 from verl_prefix.core.plan import PackedPass, Pass, PhasedPass, Plan, Wave
 from verl_prefix.core.prefix_cache import PrefixCache
 
@@ -109,16 +109,17 @@ class PlanRunner:
             phase_a = self.phase_a(batch, planned, cache, outer)
             yield phase_a
             if phase_a.output.requires_grad:
-                with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
+                with self.meter.phase(PassNote("phase_c", planned.groups), device), self.gradient_sync(last):
                     cache.backward(phase_a.output)
 
     def _packed(
         self, batch: TokenBatch, planned: PackedPass, last: bool, outer: PhaseA | None = None, part: str = ""
     ) -> Generator[PassOutputs]:
         """Yields the one forward of a packed pass."""
-        phase = self.meter.phase(planned.phase, planned.groups, batch.input_ids.device, part)
-        with phase, self.gradient_sync(last):
+        note = PassNote(planned.phase, planned.groups, part, nested=outer is not None)
+        with note:
             packed_row = packed_row_of(planned, batch, outer)
+        with self.meter.phase(note, batch.input_ids.device), self.gradient_sync(last):
             yield self.forward.packed(batch, packed_row, outer.caches if outer else ())
 
     def _nested(self, batch: TokenBatch, planned: PhasedPass, phase_a: PhaseA, last: bool) -> Generator[PassOutputs]:
@@ -146,8 +147,10 @@ class PlanRunner:
     ) -> PhaseA:
         """Runs the prefixes of a pass, which `cache` gets."""
         caches = outer.caches if outer else ()
-        with self.meter.phase(planned.phase, planned.groups, batch.input_ids.device), cache.saving():
+        note = PassNote(planned.phase, planned.groups)
+        with note:
             packed_row = packed_row_of(planned, batch, outer)
+        with self.meter.phase(note, batch.input_ids.device), cache.saving():
             output = self.forward.phase_a(batch, packed_row, cache, planned.reads_strands, caches)
         return PhaseA(packed_row, output, (*caches, cache))
 

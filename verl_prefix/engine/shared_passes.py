@@ -1,7 +1,7 @@
 """Runs a plan's passes by core's runner, with verl's outputs and losses."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -80,8 +80,7 @@ def _reporting_not_finite(results: PassResults) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:  # to look for such rows needs memory, which there is none of
         raise
-    except RuntimeError as error:
-        try:
+    except RuntimeError:
+        with suppress(RuntimeError, ValueError):  # after an error of the device no value can be read
             results.report_not_finite()
-        finally:  # the pass's error is raised, also where no value can be read any more after it
-            raise error
+        raise

@@ -160,15 +160,16 @@ class Verification:
     def _miss(self, why: str) -> StockPath:
         """Ends the run, or returns the path of all batches from now on.
 
-        Log-probs come before the update that checks. So the updates of this step still go by log-probs of the shared
-        path, which the message says.
+        Log-probs, or values, come before the update that checks. So the updates of this step still go by those of the
+        shared path, which the message says.
         """
         batches = "update" if self._backend.trains else "batch of ref"
         message = f"prefix.verify, {batches} {self._num_seen}: {why}"
         if self._options.verify_action == "raise":
             fallback = "actor_rollout_ref.actor.prefix.verify_action=fallback"
             raise RuntimeError(f"{message}, or {fallback} to go on with the stock path. Please report this")
-        step = "; updates of this step still go by log-probs of the shared path" if self._backend.trains else ""
+        outputs = self._output_name.replace("_", "-")
+        step = f"; updates of this step still go by {outputs} of the shared path" if self._backend.trains else ""
         return StockPath(f"the self-check missed: {message}{step}. Please report this")
 
     def _verdict(self, rows: BatchRows, group: Group, budget: int, loss: Loss) -> Verdict:

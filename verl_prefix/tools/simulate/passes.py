@@ -27,6 +27,7 @@ from verl_prefix.core.forward import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.packed_row import PackedRow
+from verl_prefix.core.pass_notes import PassNote
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runner import PlanRunner
 from verl_prefix.core.runs import Segment
@@ -64,9 +65,9 @@ class _Meter(Meter):
         self.tracker, self.prefix, self.weights = tracker, prefix, weights
 
     @contextlib.contextmanager
-    def phase(self, name: str, groups: Sequence[Group], device: torch.device, part: str = "") -> Iterator[None]:
-        weight = self.weights.get(tuple(groups), 1.0)
-        with self.tracker.in_phase(self.prefix + name, weight), super().phase(name, groups, device, part):
+    def phase(self, note: PassNote, device: torch.device) -> Iterator[None]:
+        weight = self.weights.get(tuple(note.groups), 1.0)
+        with self.tracker.in_phase(self.prefix + note.phase, weight), super().phase(note, device):
             yield
 
 
