@@ -2,6 +2,7 @@
 
 Reading order:
 
+    verl_engines        what is used of verl's engines
     hugging_face        what the backends of FSDP2 and VeOmni have in common
     fsdp                verl's FSDP2 engine, `model_engine=prefix`
     stock_path          what FSDP2's stock path needs to be right

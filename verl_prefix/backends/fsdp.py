@@ -18,7 +18,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from verl_prefix.auto.cost import Memory
 from verl_prefix.backends.hugging_face import HFBackend, check_in_worker, freeze_vision_tower
 from verl_prefix.backends.stock_path import FSDPStockPath
-from verl_prefix.backends.stock_replay import VerlFSDPEngine
+from verl_prefix.backends.verl_engines import VerlFSDPEngine
 from verl_prefix.config.actor import check_replayed, role_of
 from verl_prefix.config.engines import CRITIC, FSDP2
 from verl_prefix.config.fsdp import PrefixEngineConfig, refuse_optimizer_of_fsdp1, refuse_value_head

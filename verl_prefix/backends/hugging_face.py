@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -15,11 +15,12 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 
 from verl_prefix.auto.shape import ModelShape, model_shape
+from verl_prefix.backends.verl_engines import VerlHFEngine
 from verl_prefix.config.model import check_dealt, check_sequence_parallel
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.runner import PlanRunner, Step
-from verl_prefix.engine.backend import Backend, Ranks, Replay, VerlEngine
+from verl_prefix.engine.backend import Backend, Ranks, Replay
 from verl_prefix.engine.checks.gradients import Gradients
 from verl_prefix.engine.checks.noise import disturbed_outputs
 from verl_prefix.engine.outputs import policy_outputs
@@ -29,18 +30,6 @@ from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import check_adapters, check_dropout, check_supported
-
-
-class VerlHFEngine(VerlEngine, Protocol):
-    """verl's FSDPEngine, or an engine of verl that derives from it."""
-
-    ulysses_sequence_parallel_size: int
-    ulysses_parallel_group: torch.distributed.ProcessGroup | None
-    use_ulysses_sp: bool
-
-    def prepare_model_outputs(
-        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable[..., Any] | None
-    ) -> Any: ...
 
 
 class HFBackend(Backend):

@@ -23,9 +23,10 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, shape_of_config
-from verl_prefix.backends.megatron_check import MegatronSelfCheck, VerlMegatronEngine, gradient_buffers
+from verl_prefix.backends.megatron_check import MegatronSelfCheck, gradient_buffers
 from verl_prefix.backends.megatron_runner import MegatronRunner
 from verl_prefix.backends.pipeline import PipelineRunner
+from verl_prefix.backends.verl_engines import VerlMegatronEngine
 from verl_prefix.config.engines import heads_of
 from verl_prefix.config.megatron import (
     PrefixMegatronEngineConfig,

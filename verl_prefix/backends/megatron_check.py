@@ -6,29 +6,17 @@ Source: megatron-core 0.16.1, megatron/core/distributed/param_and_grad_buffer.py
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from verl_prefix.engine.backend import Ranks, VerlEngine
+from verl_prefix.backends.verl_engines import VerlMegatronEngine
+from verl_prefix.engine.backend import Ranks
 from verl_prefix.engine.checks.gradients import Gradients
 from verl_prefix.engine.checks.noise import disturbed_outputs
 from verl_prefix.models.mcore import router_counts, unwrapped
 from verl_prefix.models.replaced import replaced
-
-
-class VerlMegatronEngine(VerlEngine, Protocol):
-    """verl's MegatronEngineWithLMHead; its `module` is a list of one."""
-
-    param_dtype: torch.dtype
-    _distillation_use_topk_active: bool
-
-    def get_context_parallel_group(self) -> torch.distributed.ProcessGroup: ...
-
-    def _lm_head_logits_processor(self, *tensors: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]: ...
-
-    def _routed_num_tokens(self, data: TensorDict) -> torch.Tensor: ...
 
 
 def gradient_buffers(module: Any) -> list[torch.Tensor]:

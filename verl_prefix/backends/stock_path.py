@@ -9,7 +9,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.backends.hugging_face import without_ulysses
-from verl_prefix.backends.stock_replay import VerlFSDPEngine, replaying
+from verl_prefix.backends.stock_replay import replaying
+from verl_prefix.backends.verl_engines import VerlFSDPEngine
 from verl_prefix.config.model import is_varlen
 from verl_prefix.engine.backend import Ranks, Replay, StockFacts
 from verl_prefix.engine.fields import flag

@@ -1,32 +1,18 @@
 """Router replay on the stock path of FSDP2, where verl has none."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils.ulysses import slice_input_tensor
 
-from verl_prefix.backends.hugging_face import VerlHFEngine
+from verl_prefix.backends.verl_engines import VerlFSDPEngine
 from verl_prefix.engine.backend import Replay
 from verl_prefix.engine.fields import RECORDS, ROUTES, flag
 from verl_prefix.models.replaced import replaced
 from verl_prefix.models.replay import replayed_routers
-
-
-class VerlFSDPEngine(VerlHFEngine, Protocol):
-    """verl's FSDPEngine itself. Its `scaler` scales losses in fp16, and is None in other dtypes."""
-
-    use_remove_padding: bool
-    scaler: Any
-    _autocast_dtype: torch.dtype
-
-    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[Any, Any]: ...
-
-    def _gather_and_unpad_packed(self, x: torch.Tensor, pad_size: int) -> torch.Tensor: ...
-
-    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> AbstractContextManager[Any]: ...
 
 
 @contextmanager
