@@ -201,7 +201,7 @@ def outputs_of(data) -> dict[str, torch.Tensor]:
     return {"log_probs": nested, "entropy": nested.to(torch.bfloat16)}
 
 
-def opened(data, trees, option: str = "auto", was_cut: bool = False):
+def opened(data, trees, option: str = "auto"):
     """The exchange of this rank's batch with all ranks."""
     import torch.distributed as dist
 
@@ -217,7 +217,6 @@ def opened(data, trees, option: str = "auto", was_cut: bool = False):
         Loss(None),
         exchange_option=option,
         tree_rule=trees,
-        was_cut=was_cut,
         skips_dead=False,
     )
 
@@ -266,7 +265,8 @@ def _problems(batch: dict, seed: int) -> list[str]:
         one.start()
     # Of a batch before, whose rows stayed, one rank may have seen turns alone.
     trees = TreeRule("uid", frozenset([END])) if batch.get("turns") else TreeRule()
-    exchange = opened(data, trees, was_cut=bool(batch.get("turns")) and rank == seed % 2)
+    trees.cuts_rows = bool(batch.get("turns")) and rank == seed % 2
+    exchange = opened(data, trees)
     found = exchange.computed.data
     if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):
         problems.append(f"{len(found)} rows are groups {exchange.groups}")
@@ -317,7 +317,7 @@ def _problems(batch: dict, seed: int) -> list[str]:
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
-    if exchange.is_cut:
+    if trees.cuts_rows:
         homes = {row: rank for rank, (rows, _) in enumerate(lists) for row in rows}
         pixels = any(row["pixels"] for row in every)
         sessions = [row["uid"] if pixels else f"{row['uid']} {row.get('session_id')}" for row in every]
@@ -488,7 +488,7 @@ def test_the_example_of_the_readme():
 
     table = SimpleNamespace(keys=[*"abab"], sources=[0, 0, 1, 1], starts=[0, 2, 4], has_pixels=[False] * 4)
     ranks = [SimpleNamespace(data_rank=rank, data_size=2) for rank in range(2)]
-    first, second = (Moves(table, [0, 1, 0, 1], rank, False, {}) for rank in ranks)
+    first, second = (Moves(table, [0, 1, 0, 1], rank, {}) for rank in ranks)
     assert (first.kept, first.sent, first.got, first.table_rows) == ([0], [[], [1]], [[], [0]], [0, 2])
     assert (second.kept, second.sent, second.got, second.table_rows) == ([1], [[0], []], [[1], []], [3, 1])
 
@@ -533,7 +533,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     rows[3]["multi_modal_inputs"]["pixel_values"] += 1
     rows[4]["position_ids"] = rows[4]["position_ids"] + (torch.arange(8) > 4)  # of the response alone
     data = batch_of(rows)
-    groups = group_rows(BatchRows(data), TreeRule(), False)
+    groups = group_rows(BatchRows(data), TreeRule())
     assert [(group.rows, group.num_own_strand_tokens, group.suffix_lens) for group in groups] == [
         ((0, 4), 4, (3, 3)), ((1,), 4, (3,)), ((2,), 4, (3,)), ((3,), 4, (3,))
     ]  # fmt: skip
@@ -541,7 +541,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
         ranks = SimpleNamespace(data_size=1)
         backend = SimpleNamespace(ranks=ranks)
         exchange = open_exchange(
-            backend, BatchRows(data), Loss(None), exchange_option="auto", tree_rule=TreeRule(), was_cut=False,
+            backend, BatchRows(data), Loss(None), exchange_option="auto", tree_rule=TreeRule(),
             skips_dead=False,
         )  # fmt: skip
     assert exchange.groups == groups
@@ -549,7 +549,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     assert pixels[0] is pixels[4] is pixels[1] and pixels[0] is not pixels[3], "equal pixels are held once"
     empty = batch_of(rows_of({"groups": [(5, [3], "text"), (0, [3], "text")], "mrope": False}, 0))
     with pytest.raises(ValueError, match="row 1 has an empty prompt"):
-        group_rows(BatchRows(empty), TreeRule(), False)
+        group_rows(BatchRows(empty), TreeRule())
 
 
 def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
@@ -557,9 +557,12 @@ def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
 
     one, several = ("aab", [1, 1, 2]), ("aab", [1, 3, 2])
     rules = [TreeRule(over) for over in ("off", "uid", "batch")]
-    found = {rule.scope: (rule.cuts_rows(*one), rule.cuts_rows(*several)) for rule in rules}
-    assert found == {"off": (False, False), "uid": (False, True), "batch": (True, True)}
-    assert [rule.cuts_rows(*one, was_cut=True) for rule in rules] == [False, True, True]
+    found = {rule.scope: [] for rule in rules}
+    for rule in rules:
+        for rows in (one, several, one):
+            rule.see(*rows)
+            found[rule.scope].append(rule.cuts_rows)
+    assert found == {"off": [False] * 3, "uid": [False, True, True], "batch": [True] * 3}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -571,6 +574,7 @@ def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
     from verl_prefix.engine.travel.session_pieces import describe_pieces
 
     shape, trees = ModelShape(1.0, 0.0, 0.0, (None,), 1.0, 1.0, 1.0, 100), TreeRule("uid", frozenset([END]))
+    trees.cuts_rows = True
     kept = [f"{uid}{session}" for uid in "ab" for session in range(8)]
     rows = agents(dict.fromkeys(kept, "kept") | {"c0": "anew", "c1": "kept"})
     parts = [BatchRows(batch_of(rows[rank::ranks])) for rank in range(ranks)]
@@ -579,7 +583,7 @@ def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
     every, computed = [row for rank in range(ranks) for row in rows[rank::ranks]], []
     for rank in range(ranks):
         here = batch_of([row for row, home in zip(every, placed.ranks, strict=True) if home == rank])
-        groups = group_rows(BatchRows(here), trees, True)
+        groups = group_rows(BatchRows(here), trees)
         computed.append(sum(group.num_physical_tokens for group in groups))
     assert placed.longest == pytest.approx(1e-12 * max(computed))
     assert max(computed) < 1.1 * sum(computed) / ranks
@@ -621,7 +625,7 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
             place = i % (1 + 2 * epochs)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": place == 2 * epochs})
             batch = BatchRows(data, keys=range(rows))
-            exchange = Exchange(batch, [], False, set(("bc", "ab")[place % 2]))
+            exchange = Exchange(batch, [], set(("bc", "ab")[place % 2]))
             assert metrics.count_rows(exchange, TreeRule(), forward_only=place == 0) == {"prefix/split_uids": 0}
             own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": sum(groups or [3])}
             found = metrics.report(own, batch, forward_only=place == 0)

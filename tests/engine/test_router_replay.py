@@ -57,9 +57,9 @@ def _groups(rows: list, agree: list[int], over: str = "uid") -> list:
     from verl_prefix.engine.rows import BatchRows
 
     batch, trees = BatchRows(batch_of(rows, routed(rows, agree))), TreeRule(over)
-    is_cut = trees.cuts_rows(batch.uids, batch.keys)
-    assert is_cut == (over == "batch"), "routes made turns of one prompt's rows"
-    return group_rows(batch, trees, is_cut)
+    trees.see(batch.uids, batch.keys)
+    assert trees.cuts_rows == (over == "batch"), "routes made turns of one prompt's rows"
+    return group_rows(batch, trees)
 
 
 @pytest.mark.parametrize("over", ["off", "uid", "batch"])
@@ -80,7 +80,7 @@ def test_rows_that_went_the_same_way_are_the_groups_of_a_batch_without_routes():
     rows = _rows([("a", 55, [4, 9, 6]), ("b", 17, [1, 2]), ("d", 300, [2])])
     found = _groups(rows, [len(row[1]) - 1 for row in rows])
     data = batch_of(rows, routed(rows, [0] * len(rows))).exclude("routed_experts")
-    assert found == group_rows(BatchRows(data), TreeRule(), False)
+    assert found == group_rows(BatchRows(data), TreeRule())
 
 
 def test_without_trees_rows_of_two_prompts_share_nothing_though_one_begins_with_the_other():
@@ -92,7 +92,7 @@ def test_without_trees_rows_of_two_prompts_share_nothing_though_one_begins_with_
     data = batch_of(rows, [_routes(torch.Generator().manual_seed(3), len(row[1]) + len(row[2])) for row in rows])
     for over, count in (("off", 2), ("batch", 1)):
         trees = TreeRule(over)
-        assert len(group_rows(BatchRows(data), trees, over == "batch")) == count
+        assert len(group_rows(BatchRows(data), trees)) == count
 
 
 def test_an_expert_of_the_last_shared_token_keeps_rows_apart():
@@ -105,7 +105,7 @@ def test_an_expert_of_the_last_shared_token_keeps_rows_apart():
 
         routes = routed(rows, [16, 16])
         routes[1][token, layer] = routes[1][token, layer].flip(0)  # the same experts in another order
-        assert len(group_rows(BatchRows(batch_of(rows, routes)), TreeRule(), False)) == 2
+        assert len(group_rows(BatchRows(batch_of(rows, routes)), TreeRule())) == 2
 
 
 def test_routes_of_other_rows_are_refused():

@@ -603,7 +603,8 @@ def engine_tokens(rows: list[tuple[str, int, list[int], list[int]]], ends: set[i
     found = {"stock": sum(map(len, whole)) - len(whole)}
     for over in ("off", "uid", "batch"):
         trees = TreeRule(over, frozenset(ends))
-        groups = group_rows(batch, trees, trees.cuts_rows(uids, batch.keys))
+        trees.see(uids, batch.keys)
+        groups = group_rows(batch, trees)
         found[over] = sum(group.num_physical_tokens for group in groups)
     return found
 

@@ -1,8 +1,9 @@
 """Groups of rows: the rows of one prompt, or a tree where rows share more. The engine groups rows here alone."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,38 +18,41 @@ from verl_prefix.models.vision import is_vision_config, shown_lens, tree_tokens
 CACHE_BLOCKS = (16, 32, 64, 128, 256)
 
 
-class TreeRule(NamedTuple):
-    """By what rule rows share more than whole prompts. It is the same for all batches of an engine.
+@dataclass
+class TreeRule:
+    """By what rule the rows of an engine's batches share more than whole prompts.
 
     Attributes:
         scope: `PrefixConfig.trees`: "off", or among which rows a tree is looked for, those of a "uid" or a "batch".
         ends: tokens that end a message (`messages.end_tokens`).
         config: the model's config, which names visual tokens.
+        cuts_rows: whether rows are cut at the ends of messages. Under "batch" they always are. Under "uid" they are
+            from the first batch on that has turns: log-probs and updates have different rows, and must be cut alike.
     """
 
     scope: str = "off"
     ends: frozenset[int] = frozenset()
     config: Any = None
+    cuts_rows: bool = field(init=False)
 
-    def cuts_rows(self, uids: Sequence[Hashable], keys: Sequence[Hashable], was_cut: bool = False) -> bool:
-        """Whether the rows of a batch are cut at the ends of messages. Under "uid" they are if they are turns: a uid
-        then has several prompts.
+    def __post_init__(self) -> None:
+        self.cuts_rows = self.scope == "batch"
+
+    def see(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> None:
+        """Sees a batch before its rows are grouped. Its rows are turns if a uid has several prompts.
 
         Args:
             uids: of each row.
             keys: of each row: equal where prompts are.
-            was_cut: whether an earlier batch was cut. Under "uid" this batch then is, too: log-probs and updates have
-                different rows, and must be cut alike.
         """
-        if self.scope == "uid":
-            return was_cut or len({*zip(uids, keys, strict=True)}) > len({*uids})
-        return self.scope == "batch"
+        if self.scope == "uid" and len({*zip(uids, keys, strict=True)}) > len({*uids}):
+            self.cuts_rows = True
 
 
-def group_rows(rows: BatchRows, tree_rule: TreeRule, is_cut: bool) -> list[Group]:
-    """Groups all rows that this rank computes: by their keys, or as trees. Trees are made if rows are cut at the ends
-    of messages (`is_cut`), and if rows say which experts their tokens go to: even the rows of one prompt may differ in
-    the experts of its last tokens.
+def group_rows(rows: BatchRows, tree_rule: TreeRule) -> list[Group]:
+    """Groups all rows that this rank computes: by their keys, or as trees. Trees are made if `tree_rule` cuts rows, and
+    if rows say which experts their tokens go to: even the rows of one prompt may differ in the experts of its last
+    tokens.
 
     Raises:
         ValueError: a row's prompt is empty, or not that of its group: the row did not arrive as it left.
@@ -58,10 +62,10 @@ def group_rows(rows: BatchRows, tree_rule: TreeRule, is_cut: bool) -> list[Group
     for group in groups:
         if not all(torch.equal(prompts[number], prompts[group.rows[0]]) for number in group.rows):
             raise ValueError(f"rows {[*group.rows]} arrived as one group, and their prompts differ")
-    cuts = row_cuts(rows, tree_rule) if is_cut else [[n - 1] for n in rows.prompt_lens]
+    cuts = row_cuts(rows, tree_rule) if tree_rule.cuts_rows else [[n - 1] for n in rows.prompt_lens]
     if rows.expert_routes is not None:
         cuts = [_with_block_ends(cuts_of_row) for cuts_of_row in cuts]
-    elif not is_cut:
+    elif not tree_rule.cuts_rows:
         return groups
     return group_trees(_tree_tokens(rows, tree_rule, cuts), rows.offsets, rows.prompt_lens, cuts)
 

@@ -62,9 +62,8 @@ class PrefixEngine:
     # From `initialize` on:
     _headroom: Headroom
     _planner: Planner | None = None  # with prefix.schedule=stock it stays None
-    tree_rule = TreeRule()  # what rows share
-    # State between calls:
-    _was_cut = False  # the last exchange cut rows by `tree_rule`, see `TreeRule.cuts_rows`
+    _tree_rule: TreeRule
+
     _computes_ref = False  # inside of `disable_adapter`
 
     def set_backend(self, backend: Backend, engine_config: Any, model_config: Any) -> None:
@@ -101,7 +100,7 @@ class PrefixEngine:
             )
         if shares:
             ends = frozenset(end_tokens(self.model_config.tokenizer))
-            self.tree_rule = TreeRule(self.prefix_config.trees, ends, self.model_config.hf_config)
+            self._tree_rule = TreeRule(self.prefix_config.trees, ends, self.model_config.hf_config)
             costs = cost_model_of(self.backend, self.prefix_config)
             self._headroom = Headroom(self.backend, costs)
             self._planner = Planner(self.backend, self.prefix_config, costs, self._headroom.fits, self._role)
@@ -180,11 +179,10 @@ class PrefixEngine:
             given = given.with_data(given.data.exclude(*TEACHER))
         skips_dead = self.prefix_config.skip_zero_advantage and not forward_only
         exchange = open_exchange(
-            self.backend, given, loss, exchange_option=self.prefix_config.exchange, tree_rule=self.tree_rule,
-            was_cut=self._was_cut, skips_dead=skips_dead,
+            self.backend, given, loss, exchange_option=self.prefix_config.exchange, tree_rule=self._tree_rule,
+            skips_dead=skips_dead,
         )  # fmt: skip
-        self._was_cut = exchange.is_cut
-        counted = self._step_metrics.count_rows(exchange, self.tree_rule, forward_only)
+        counted = self._step_metrics.count_rows(exchange, self._tree_rule, forward_only)
         return exchange, {**exchange.metrics, **counted}
 
     @contextmanager

@@ -119,15 +119,15 @@ def _tokens_by_trees(rows: BatchRows, tree_rule: TreeRule, groups: Sequence[Grou
         groups: of these rows, by `tree_rule`.
     """
     groups_by = {tree_rule.scope: groups}
-    are_turns = tree_rule._replace(scope="uid").cuts_rows(rows.uids, rows.keys)
-    for scope in ("off", "uid", "batch"):
+    rules = {scope: TreeRule(scope, tree_rule.ends, tree_rule.config) for scope in ("off", "uid", "batch")}
+    for scope, rule in rules.items():
+        rule.see(rows.uids, rows.keys)
         if scope in groups_by:
             continue
-        if scope == "batch" and any(rows.pixels) and not are_turns:
+        if scope == "batch" and any(rows.pixels) and not rules["uid"].cuts_rows:
             groups_by[scope] = groups_by["uid"]
         else:
-            rule = tree_rule._replace(scope=scope)
-            groups_by[scope] = group_rows(rows, rule, rule.cuts_rows(rows.uids, rows.keys))
+            groups_by[scope] = group_rows(rows, rule)
     real = {scope: rows.without_padding(groups) for scope, groups in groups_by.items()}
     computed = {scope: float(sum(group.num_physical_tokens for group in groups)) for scope, groups in real.items()}
     return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}

@@ -50,7 +50,6 @@ class Exchange:
     Attributes:
         computed: the rows that this rank computes. Where no row travels they are the given ones.
         groups: of these rows.
-        is_cut: whether rows were cut at the ends of messages (`group_rows`).
         uids: `uid_hashes` of the rows of all ranks, or of this rank alone where ranks exchange none. Padding's is left
             out.
         moves: by which rows have travelled; None: no row of any rank has.
@@ -59,7 +58,6 @@ class Exchange:
 
     computed: BatchRows
     groups: list[Group]
-    is_cut: bool
     uids: Set[int]
     moves: Moves | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -88,7 +86,6 @@ def open_exchange(
     *,
     exchange_option: str,
     tree_rule: TreeRule,
-    was_cut: bool,
     skips_dead: bool,
 ) -> Exchange:
     """Brings a mini-batch's rows to the ranks that compute them. Every rank calls it, and then `Exchange.give_back`,
@@ -97,8 +94,7 @@ def open_exchange(
     Args:
         given: the rows that verl handed over on this rank.
         exchange_option: `prefix.exchange`.
-        tree_rule: what rows share besides whole prompts.
-        was_cut: whether the exchange before cut rows (`TreeRule.cuts_rows`).
+        tree_rule: what rows share besides whole prompts. It sees the rows, and remembers whether they are turns.
         skips_dead: dead rows are found (`dead_rows`), and cost nothing where rows are placed.
 
     Raises:
@@ -108,26 +104,26 @@ def open_exchange(
         with together("finding rows without gradient"):
             given = given.with_dead(dead_rows.find_dead(loss, given))
     if not _rows_may_travel(backend.ranks, exchange_option, loss):
-        return _keep_rows(given, tree_rule, was_cut)
+        return _keep_rows(given, tree_rule)
     start = time.perf_counter()
-    moves = decide_moves(given, backend.ranks, backend.shape, tree_rule, was_cut)
+    moves = decide_moves(given, backend.ranks, backend.shape, tree_rule)
     computed, sent_mib = _send_rows(given, moves) if moves.any_travels else (given, 0.0)
     metrics = moves.metrics | {"prefix/exchanged_mib": sent_mib, SECONDS: time.perf_counter() - start}
     with together("grouping rows"):
         computed = computed.with_data(receive_pixels(computed.data))
-        groups = group_rows(computed, tree_rule, moves.is_cut)
+        groups = group_rows(computed, tree_rule)
     uids = {*moves.table.uids} - {PADDING}
-    return Exchange(computed, groups, moves.is_cut, uids, moves if moves.any_travels else None, metrics)
+    return Exchange(computed, groups, uids, moves if moves.any_travels else None, metrics)
 
 
-def _keep_rows(given: BatchRows, tree_rule: TreeRule, was_cut: bool) -> Exchange:
+def _keep_rows(given: BatchRows, tree_rule: TreeRule) -> Exchange:
     """Groups the rows where they are: ranks exchange nothing in this mini-batch."""
     with together("grouping rows"):
         given = given.with_data(receive_pixels(given.data))
         share_pixels(given.pixels)
-        is_cut = tree_rule.cuts_rows(given.uids, given.keys, was_cut)
-        groups = group_rows(given, tree_rule, is_cut)
-    return Exchange(given, groups, is_cut, {*uid_hashes(given)} - {PADDING})
+        tree_rule.see(given.uids, given.keys)
+        groups = group_rows(given, tree_rule)
+    return Exchange(given, groups, {*uid_hashes(given)} - {PADDING})
 
 
 def _rows_may_travel(ranks: Ranks, option: str, loss: Loss) -> bool:

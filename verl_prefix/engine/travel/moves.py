@@ -30,7 +30,6 @@ class Moves:
         table: the rows of all ranks.
         homes: the rank that computes each of them.
         ranks: this rank, among those that exchange rows.
-        is_cut: whether rows are cut, as in `group_rows`.
         placement_metrics: prefix/* of the placement, which is that of all ranks.
 
     Attributes:
@@ -43,9 +42,9 @@ class Moves:
     """
 
     def __init__(
-        self, table: RowTable, homes: Sequence[int], ranks: Ranks, is_cut: bool, placement_metrics: Mapping[str, float]
+        self, table: RowTable, homes: Sequence[int], ranks: Ranks, placement_metrics: Mapping[str, float]
     ) -> None:
-        self.table, self.ranks, self.is_cut = table, ranks, is_cut
+        self.table, self.ranks = table, ranks
         self.any_travels = homes != table.sources
         rank = ranks.data_rank
         self.kept: list[int] = []
@@ -72,29 +71,30 @@ class Moves:
         return (self.table.keys[self.table.starts[self.ranks.data_rank] + number], home) in self._holders
 
 
-def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: TreeRule, was_cut: bool) -> Moves:
+def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: TreeRule) -> Moves:
     """Tells all ranks of all rows, and finds a rank for each row. Every rank calls it.
 
     Args:
         given: the rows that verl handed over on this rank. Rows with equal pixels then hold one tensor of them.
-        was_cut: whether rows of an earlier batch were cut (`TreeRule.cuts_rows`). Ranks may differ in it after a batch
-            whose rows stayed where they were.
+        tree_rule: sees all rows. Ranks may differ in `cuts_rows` before, after a batch whose rows stayed on their
+            ranks.
 
     Raises:
         RankError: another rank failed, or ranks placed rows differently.
     """
-    with together("describing rows", maxima=("num_rows", "was_cut"), same=("format",)) as described:
+    with together("describing rows", maxima=("num_rows", "cuts_rows"), same=("format",)) as described:
         share_pixels(given.pixels)
         descriptions = describe(given, shape)
         described.tell_maximum("num_rows", len(descriptions))
-        described.tell_maximum("was_cut", was_cut)
+        described.tell_maximum("cuts_rows", tree_rule.cuts_rows)
         described.tell_same("format", RowCodec.of_batch(given.data).format)
     can_travel = described.is_same("format")
     if not can_travel:
         warn_once(logger, "prefix: rows stay on their ranks, since the ranks' batches have different fields")
     table = RowTable(_gather(descriptions, described["num_rows"], ranks))
-    is_cut = tree_rule.cuts_rows(table.uids, table.keys, bool(described["was_cut"]))
-    pieces = _gather_pieces(given, ranks, shape, tree_rule) if is_cut else None
+    tree_rule.cuts_rows = bool(described["cuts_rows"])
+    tree_rule.see(table.uids, table.keys)
+    pieces = _gather_pieces(given, ranks, shape, tree_rule) if tree_rule.cuts_rows else None
     with together("placing rows", same=("homes",)) as placed:
         placement = _place(table, pieces, can_travel, ranks.data_size)
         placed.tell_same("homes", placement.ranks)
@@ -107,7 +107,7 @@ def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: T
             "prefix/split_groups": 0 if can_travel else split_groups,
             "prefix/cost_split_groups": split_groups if can_travel else 0,
         }
-        moves = Moves(table, homes, ranks, is_cut, metrics)
+        moves = Moves(table, homes, ranks, metrics)
     if not placed.is_same("homes"):
         raise RankError(
             "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "

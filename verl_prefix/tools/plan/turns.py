@@ -70,8 +70,8 @@ class TokenStep(Step):
         """As the engine's exchange and `grouping.group_rows` make them; nothing is `dead`."""
         step, every = RowTable([self.table]), RowTable([self.table[rank] for rank in ranks])
         tree_rule, homes = TreeRule(self.over, frozenset({END})), every.sources
-        is_cut = tree_rule.cuts_rows(step.uids, step.keys)
-        if exchange and len(ranks) > 1 and is_cut:
+        tree_rule.see(step.uids, step.keys)
+        if exchange and len(ranks) > 1 and tree_rule.cuts_rows:
             pieces = [describe_pieces(self.batch.select(rank), self.shape, tree_rule) for rank in ranks]
             homes = every.by_session(len(ranks), pieces).ranks
         elif exchange and len(ranks) > 1:
@@ -79,13 +79,13 @@ class TokenStep(Step):
         members: list[list[int]] = [[] for _ in ranks]
         for row, home in zip((row for rank in ranks for row in rank), homes, strict=True):
             members[home].append(row)
-        return [self._groups(rows, step.keys, is_cut) for rows in members]
+        return [self._groups(rows, step.keys, tree_rule) for rows in members]
 
-    def _groups(self, rows: Sequence[int], keys: Sequence[bytes], is_cut: bool) -> list[Group]:
+    def _groups(self, rows: Sequence[int], keys: Sequence[bytes], tree_rule: TreeRule) -> list[Group]:
         asked = self.over, tuple(rows)
         if asked not in self.known and rows:
             some = BatchRows(select_rows(self.batch.data, rows), [keys[row] for row in rows])
-            groups = group_rows(some, TreeRule(self.over, frozenset({END})), is_cut)
+            groups = group_rows(some, tree_rule)
             self.known[asked] = [renumbered(group, dict(enumerate(rows))) for group in groups]
         return self.known.get(asked, [])
 
