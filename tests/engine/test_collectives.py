@@ -30,7 +30,7 @@ ELSEWHERE = {
     "FSDPStockPath._separate_rows": "engine/test_recurrent_engine.py",
     "MegatronSelfCheck.gradients": "backends/test_megatron.py",
     "Planner._new_chooser": "engine/test_faults.py",
-    "PrefixEngine._take_stock_path": "engine/test_exchange.py",  # under gate_shut
+    "PrefixEngine._run_stock_path": "engine/test_exchange.py",  # under gate_shut
     "PrefixEngine.initialize": "engine/test_recurrent_engine.py",
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
     "Verification._has_gradient_of_idle_rows": "engine/test_zero_advantage.py",

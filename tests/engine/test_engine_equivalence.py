@@ -776,7 +776,7 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
             metrics = engine.forward_backward_batch(data.copy(), _loss({}))["metrics"]
         assert metrics["prefix/verify_log_probs"] == [9.0]
         found.append(metrics)
-        engine._verification.failure = missed
+        engine._missed_check = missed
         found.append(engine.forward_backward_batch(data.copy(), _loss({}))["metrics"])
     return [("prefix/predicted_speedup" in metrics, metrics["prefix/stock_rows"][0]) for metrics in found]
 
@@ -1153,6 +1153,38 @@ def test_rows_that_are_masked_may_have_passes_of_their_own(results, loss):
     for errors in results(_masked, loss):
         for schedule, of_each in errors.items():
             assert max(of_each.values()) <= TOLERANCE, (schedule, of_each)
+
+
+def test_users_are_told_what_their_loss_does_not_get_also_if_verl_calls_it(monkeypatch):
+    from types import SimpleNamespace
+
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+    from verl.workers.utils.losses import ppo_loss, sft_loss
+
+    from verl_prefix import versions
+    from verl_prefix.engine import loss
+
+    said = []
+    monkeypatch.setattr(loss.logger, "warning", lambda text, *values: said.append(text))
+
+    def is_told(function) -> bool:
+        versions.WARNED.clear()
+        said.clear()
+        loss.Loss(function).warn_of_limits()
+        return len(said) == 1
+
+    def of_mode(mode: str):
+        config = SimpleNamespace(policy_loss={"loss_mode": mode}, use_kl_loss=False)
+        return functools.partial(ppo_loss, config=config)
+
+    def mine(**given):
+        raise AssertionError
+
+    assert not any(map(is_told, [None, of_mode("vanilla"), of_mode("geo_mean"), functools.partial(sft_loss, config=0)]))
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "mine", mine)
+    assert is_told(mine) and is_told(of_mode("mine"))
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "vanilla", mine)
+    assert is_told(of_mode("vanilla"))
 
 
 def test_every_loss_that_verl_has_is_among_those_tested():

@@ -32,7 +32,7 @@ from verl_prefix.core.pass_notes import NotesOfBackwards, PassNote
 from verl_prefix.core.planning import make_plan
 from verl_prefix.engine import headroom, outputs, planner
 from verl_prefix.engine.backend import Ranks
-from verl_prefix.engine.out_of_memory import out_of_memory_advice
+from verl_prefix.engine.out_of_memory import Advice
 from verl_prefix.engine.pass_results import PassResults
 from verl_prefix.testing import write_tiny_model
 
@@ -561,7 +561,7 @@ def test_a_rank_whose_wave_is_a_dummy_is_not_told_to_shorten_waves():
     plan = make_plan([Group.of_prompt((0, 1), 30, (20, 30))], 100, "packed")
     with (
         pytest.raises(torch.OutOfMemoryError) as raised,
-        out_of_memory_advice(plan, Memory(checkpointed=False), "actor_rollout_ref.actor", PrefixConfig(), False, True),
+        Advice(plan, Memory(checkpointed=False), "actor_rollout_ref.actor", PrefixConfig(), False, True).on_errors(),
     ):
         with PassNote("wave", [], "wave 1 of 1"):
             raise torch.OutOfMemoryError("injected")
@@ -590,7 +590,7 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
     kept = Memory(2, True, False, None, False, attention_kept=attention, all_logits=True)
     plan = make_plan([Group.of_prompt((0, 1), 30, (suffix, suffix))], 10**5, "packed")
     args = plan, kept, "", PrefixConfig(), False, True
-    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(*args):
+    with pytest.raises(torch.OutOfMemoryError) as error, Advice(*args).on_errors():
         failed = torch.OutOfMemoryError("injected")
         failed.prefix_phase = "packed"
         raise failed
@@ -610,9 +610,9 @@ def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
     for options, is_advised in ((PrefixConfig(), True), (PrefixConfig(schedule="phased", offload=True), False)):
         with (
             pytest.raises(torch.OutOfMemoryError) as error,
-            out_of_memory_advice(
+            Advice(
                 plan, Memory(checkpointed=not is_advised), "actor_rollout_ref.actor", options, False, True
-            ),
+            ).on_errors(),
         ):
             failed = torch.OutOfMemoryError("injected")
             failed.prefix_phase = phase
@@ -637,7 +637,7 @@ def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
 def test_out_of_memory_advises_what_helps_there(schedule, phase, counts_tokens, note):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, schedule)
     args = plan, Memory(checkpointed=False), "actor_rollout_ref.actor", PrefixConfig(), False, counts_tokens
-    advice = out_of_memory_advice(*args)
+    advice = Advice(*args).on_errors()
     with pytest.raises(torch.OutOfMemoryError) as error, advice:
         failed = torch.OutOfMemoryError("injected")
         if phase is not None:
@@ -662,7 +662,7 @@ def test_out_of_memory_names_keys_that_act_on_the_engine_and_in_the_pass(role, p
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
     kept = Memory(2, False, False, None, False, division=Division(2) if division else None)
     args = plan, kept, f"actor_rollout_ref.{role}", PrefixConfig(), forward_only, True
-    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(*args):
+    with pytest.raises(torch.OutOfMemoryError) as error, Advice(*args).on_errors():
         failed = torch.OutOfMemoryError("injected")
         failed.prefix_phase = phase
         raise failed
@@ -681,7 +681,7 @@ def test_out_of_memory_in_a_critic_names_its_keys(phase, key):
     plan = make_plan([Group.of_prompt((0,), 30, (20,))], 10**5, "phased")
     with (
         pytest.raises(torch.OutOfMemoryError) as error,
-        out_of_memory_advice(plan, Memory(checkpointed=False), "critic", PrefixConfig(), False, True),
+        Advice(plan, Memory(checkpointed=False), "critic", PrefixConfig(), False, True).on_errors(),
     ):
         failed = torch.OutOfMemoryError("injected")
         failed.prefix_phase = phase

@@ -124,7 +124,7 @@ def _updates(path: str, broken: Sequence[str], action: str) -> tuple[list[set[st
                 error = str(raised)
                 break
             found.append({name for name in metrics if name.startswith("prefix/verify_")})
-    failure = engine._verification.failure
+    failure = engine._missed_check
     return found, said, failure.reason if failure else "", error
 
 

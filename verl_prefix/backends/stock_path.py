@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 def why_wrong_when_sharded(model: Any, attention: str) -> str | None:
     """Returns why verl's sequence parallelism computes this model wrong, without an error; None where it is right.
-    attention: the model's `attn_implementation`."""
+
+    Args:
+        attention: the model's `attn_implementation`.
+    """
     if not is_varlen(attention):
         return f"verl computes attn_implementation={attention} within each rank's tokens"
     if any(hasattr(module, "sinks") for module in model.modules()):

@@ -40,12 +40,14 @@ class LossFacts(NamedTuple):
         reads: names of the batch's fields that it reads besides tokens; None: it may read all fields.
         needs_a_token: whether it raises where no token counts: where response_mask is 0 in all rows.
         takes_logits: whether verl also calls it with logits (as `processor`), as distillation_ppo_loss.
+        by_user: whether it is a user's, or calls one that a user registered with verl.
     """
 
     kind: Kind
     reads: Set[str] | None
     needs_a_token: bool = False
     takes_logits: bool = False
+    by_user: bool = False
 
 
 def _facts_of(function: LossFunction | None, reads: Set[str] | None) -> LossFacts:
@@ -62,7 +64,8 @@ def _facts_of(function: LossFunction | None, reads: Set[str] | None) -> LossFact
     if function is None:
         return LossFacts(Kind.NONE, {"temperature"})
     distills = getattr(function, "func", None) is distillation_ppo_loss
-    other = LossFacts(Kind.OTHER, reads, needs_a_token=distills, takes_logits=distills)
+    module = getattr(getattr(function, "func", function), "__module__", None) or ""
+    other = LossFacts(Kind.OTHER, reads, distills, distills, by_user=not module.startswith("verl."))
     if not isinstance(function, functools.partial) or "config" not in function.keywords:
         return other
     if function.func is value_loss:  # of every token by itself, summed by agg_loss
@@ -71,7 +74,9 @@ def _facts_of(function: LossFunction | None, reads: Set[str] | None) -> LossFact
         return other
     config = function.keywords["config"]
     mode: str = config.policy_loss.get("loss_mode", "vanilla")
-    if mode not in LOSSES_OF_ROWS or not _has_verls(get_policy_loss_fn, mode):
+    if not _has_verls(get_policy_loss_fn, mode):
+        return other._replace(by_user=True)
+    if mode not in LOSSES_OF_ROWS:
         return other
     read = {"temperature", "response_mask", "advantages"}
     if mode != "gpg":
@@ -83,7 +88,7 @@ def _facts_of(function: LossFunction | None, reads: Set[str] | None) -> LossFact
     if distills:
         token_losses = function.keywords["distillation_config"].distillation_loss
         if not _has_verls(get_distillation_loss_fn, token_losses.loss_mode):
-            return other
+            return other._replace(by_user=True)
         read.add("teacher_logprobs")
     return LossFacts(Kind.POLICY, read, needs_a_token=distills or mode == "bypass_mode", takes_logits=distills)
 
@@ -93,15 +98,20 @@ def _has_verls(loss_of_mode: Callable[[str], Callable[..., Any]], mode: str) -> 
     return loss_of_mode(mode).__module__ == loss_of_mode.__module__
 
 
+def is_call_with_logits(given: Mapping[str, Any]) -> bool:
+    """Whether verl calls a loss of top-k distillation with logits, and not with outputs."""
+    return given.get("model_output") is None or given.get("data") is None
+
+
 def _loss_or_zero(function: LossFunction, /, **given: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     """Calls a loss as verl calls it. Where no token counts it returns a loss of 0 and `neutral` metrics.
 
     verl needs the same metrics of every micro-batch, and only the loss knows which these are. So the loss runs as if
     one token counted. Its names are taken and its values are not. Metrics that are floats are left out.
     """
-    data, output = given.get("data"), given.get("model_output")
-    if output is None or data is None:  # verl also calls the loss of top-k distillation with logits
+    if is_call_with_logits(given):
         return function(**given)
+    data, output = given["data"], given["model_output"]
     # Of empty responses alone no token can count: verl's loss raises, as it does without us.
     if data["response_mask"].any() or not data["response_mask"].numel():
         return function(**given)
@@ -140,7 +150,7 @@ class Loss:
 
     def __init__(self, function: LossFunction | None, reads: Set[str] | None = None) -> None:
         self.function = function
-        self.kind, self._reads, self.needs_a_token, self.takes_logits = _facts_of(function, reads)
+        self.kind, self._reads, self.needs_a_token, self.takes_logits, self._by_user = _facts_of(function, reads)
 
     @property
     def is_verls(self) -> bool:
@@ -154,8 +164,7 @@ class Loss:
 
     def warn_of_limits(self) -> None:
         """Says once what a user's loss does not get, and must not do."""
-        module = getattr(getattr(self.function, "func", self.function), "__module__", None) or ""
-        if not self.is_known and not module.startswith("verl."):
+        if self._by_user:
             warn_once(
                 logger,
                 "prefix: a loss that is not verl's own gets zeros in place of outputs of prompts, and must not run "

@@ -3,8 +3,9 @@
 Nothing is repeated: a rank that left the collectives of a pass cannot join them again, and the others wait in them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -19,73 +20,84 @@ from verl_prefix.core.planning import limit_waves
 _PREFIX = "actor_rollout_ref.actor.prefix"  # a critic's are the same
 
 
-def _checkpointing(role: str, keeps: Memory) -> str:
-    """The overrides by which a role checkpoints its layers."""
-    if keeps.division:  # Megatron's, which alone divides the model
-        recompute = f"{role}.megatron.override_transformer_config.recompute"
-        return f"{recompute}_granularity=full, {recompute}_method=uniform and {recompute}_num_layers=1"
-    model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
-    return f"{model}.enable_gradient_checkpointing=True"
+@dataclass(frozen=True)
+class Advice:
+    """What to set after an out-of-memory error in the passes of a plan.
 
-
-def _settings(plan: Plan, keeps: Memory) -> list[str]:
-    """Overrides by which the passes keep less that can be computed again."""
-    would_have_chunks = keeps.all_logits and plan.most_outputs > LOGITS_CHUNK * keeps.slices
-    settings = []
-    if would_have_chunks:
-        settings.append(f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}")
-    if keeps.attention_kept:
-        settings.append(f"{_PREFIX}.keep_attention=off")
-    return settings
-
-
-def _advice(
-    phase: str | None, plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool, size_key: str
-) -> str:
-    """Returns what to set after an error in a phase of a pass; None: outside of passes."""
-    if settings := _settings(plan, keeps):
-        return f"set {' and '.join(settings)}"
-    fewer = f"lower {size_key}"
-    if phase is None:  # as where gradients are reduced, or outputs joined
-        return fewer
-    phased = [] if options.schedule == "phased" else [f"set {_PREFIX}.schedule=phased"]
-    # What waits for a backward, as nothing does without one.
-    offload = [] if forward_only or options.offload else [f"set {_PREFIX}.offload=True"]
-    checkpoints = [] if forward_only or keeps.checkpointed else [f"set {_checkpointing(role, keeps)}"]
-    if phase == "packed":
-        return ", or ".join([fewer, *phased, *checkpoints])
-    if phase in ("nested", "phase_a"):  # during which the graph of a phase A around waits
-        return ", or ".join([*offload, *checkpoints, fewer])
-    if phase == "phase_c":
-        return ", or ".join([*checkpoints, fewer])
-    # A wave.
-    last_resort = " or ".join([*([fewer] if forward_only else checkpoints), "offload parameters"])
-    largest = plan.largest_wave
-    if not largest:
-        return f"this rank ran a wave without rows, beside waves of other ranks; {last_resort}"
-    if limit_waves(plan, largest // 2).largest_wave < largest:
-        return f"set {_PREFIX}.wave_tokens={largest // 2} (largest wave: {largest} tokens)"
-    return f"the largest wave is one row already; {last_resort}"
-
-
-@contextmanager
-def out_of_memory_advice(
-    plan: Plan, keeps: Memory, role: str, options: PrefixConfig, forward_only: bool, counts_tokens: bool
-) -> Iterator[None]:
-    """Context of a plan's passes, which adds a note on what to set to an OutOfMemoryError.
-
-    Args:
-        keeps: what the passes keep.
+    Attributes:
+        plan: this rank's.
+        memory: what the passes keep.
         role: the engine's, a key that `config.actor.role_of` returns.
+        options: the engine's.
+        forward_only: without gradients.
         counts_tokens: whether the size of a pass is set in tokens, by `use_dynamic_bsz`; else it is set in rows.
     """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        phase = getattr(error, "prefix_phase", None)
-        size_key = pass_size_key(role, forward_only, counts_tokens)
-        add_note(error, f"verl_prefix: {_advice(phase, plan, keeps, role, options, forward_only, size_key)}")
-        raise
+
+    plan: Plan
+    memory: Memory
+    role: str
+    options: PrefixConfig
+    forward_only: bool
+    counts_tokens: bool = True
+
+    @contextmanager
+    def on_errors(self) -> Iterator[None]:
+        """Context of the passes, which adds the advice to an OutOfMemoryError."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            add_note(error, f"verl_prefix: {self.after(getattr(error, 'prefix_phase', None))}")
+            raise
+
+    def after(self, phase: str | None) -> str:
+        """Returns what to set after an error in a phase of a pass (`PassNote`); None: outside of passes, as where
+        gradients are reduced, or outputs joined."""
+        if keep_less := self._keep_less():
+            return keep_less
+        fewer = f"lower {pass_size_key(self.role, self.forward_only, self.counts_tokens)}"
+        is_phased = self.options.schedule == "phased"
+        phased = [] if is_phased else [f"set {_PREFIX}.schedule=phased"]
+        # What waits for a backward. Without gradients nothing does.
+        offload = [] if self.forward_only or self.options.offload else [f"set {_PREFIX}.offload=True"]
+        checkpoints = [] if self.forward_only or self.memory.checkpointed else [f"set {self._checkpointing()}"]
+        match phase:
+            case None:
+                ways = [fewer]
+            case "packed":
+                ways = [fewer, *phased, *checkpoints]
+            case "nested" | "phase_a":  # the graph of a phase A around waits
+                ways = [*offload, *checkpoints, fewer]
+            case "phase_c":
+                ways = [*checkpoints, fewer]
+            case _:
+                ways = [self._shorter_waves([*([fewer] if self.forward_only else checkpoints), "offload parameters"])]
+        return ", or ".join(ways)
+
+    def _keep_less(self) -> str:
+        """Returns overrides by which the passes keep less that can be computed again; "" where there are none."""
+        settings = []
+        if self.memory.all_logits and self.plan.most_outputs > LOGITS_CHUNK * self.memory.slices:
+            settings.append(f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}")
+        if self.memory.attention_kept:
+            settings.append(f"{_PREFIX}.keep_attention=off")
+        return f"set {' and '.join(settings)}" if settings else ""
+
+    def _checkpointing(self) -> str:
+        """Returns the overrides by which the role checkpoints its layers."""
+        if self.memory.division:  # Megatron's, which alone divides the model
+            recompute = f"{self.role}.megatron.override_transformer_config.recompute"
+            return f"{recompute}_granularity=full, {recompute}_method=uniform and {recompute}_num_layers=1"
+        model = "critic.model" if self.role == "critic" else "actor_rollout_ref.model"
+        return f"{model}.enable_gradient_checkpointing=True"
+
+    def _shorter_waves(self, others: Sequence[str]) -> str:
+        """Returns how to shorten waves, or the `others` where that cannot be."""
+        largest = self.plan.largest_wave
+        if not largest:
+            return f"this rank ran a wave without rows, beside waves of other ranks; {' or '.join(others)}"
+        if limit_waves(self.plan, largest // 2).largest_wave < largest:
+            return f"set {_PREFIX}.wave_tokens={largest // 2} (largest wave: {largest} tokens)"
+        return f"the largest wave is one row already; {' or '.join(others)}"
 
 
 @contextmanager

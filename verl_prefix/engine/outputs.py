@@ -79,9 +79,15 @@ class _Teacher(NamedTuple):
 class TokenOutputs:
     """Makes outputs of a mini-batch's suffix tokens, as log-probs, and puts them into rows.
 
+        suffix token                                    lm_head   what the loss gets
+        with response_mask 1                            runs      its outputs
+        with response_mask 0, `needs_masked_outputs`    runs      its outputs
+        with response_mask 0 else                       does not  its old log-prob, and 0 for entropy
+        of a dead row, of which no layer runs           does not  its old log-prob, and 0 for entropy
+
     Args:
-        needs_masked_outputs: somebody reads outputs where response_mask is 0. Else lm_head skips those tokens.
-        last_tokens: each row's last token is computed too, without lm_head.
+        needs_masked_outputs: somebody reads outputs where response_mask is 0.
+        last_tokens: layers run on each row's last token, too, which is no suffix token: it has no output.
         processor: under `distillation_use_topk`, verl's function of logits and the teacher's rows.
 
     Attributes:
@@ -93,6 +99,7 @@ class TokenOutputs:
         self,
         backend: Backend,
         rows: BatchRows,
+        *,
         needs_masked_outputs: bool,
         last_tokens: bool = False,
         processor: Callable[..., Any] | None = None,
@@ -116,8 +123,7 @@ class TokenOutputs:
         return None if int(mask.sum()) == sum(self._rows.response_lens) else mask
 
     def _substitutes(self, is_read: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the log-probs of response tokens that have no output, [N]: their old ones. None: every response token
-        has an output, or none of a token is a log-prob.
+        """Returns old log-probs, [N], for the tokens that have no output. None: all have one, or it is no log-prob.
 
         A NaN becomes 0. A loss that does not read old log-probs (gpg) would not mask it.
         """

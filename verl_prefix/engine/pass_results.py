@@ -90,7 +90,14 @@ class PassResults:
     """
 
     def __init__(
-        self, backend: Backend, rows: BatchRows, loss: Loss, forward_only: bool, hides_padding: bool, last_tokens: bool
+        self,
+        backend: Backend,
+        rows: BatchRows,
+        loss: Loss,
+        forward_only: bool,
+        *,
+        hides_padding: bool,
+        last_tokens: bool,
     ) -> None:
         # The loss of top-k distillation reads what `token_outputs` made of the teacher's rows, and not these.
         is_topk = loss.is_verls and rows.flag("distillation_use_topk")
@@ -99,7 +106,9 @@ class PassResults:
         self._backend, self._loss = backend, loss
         self._returns_outputs = forward_only or rows.flag("return_model_output")  # on every rank or on none
         needs_masked_outputs = self._returns_outputs or loss.needs_masked_outputs(rows.data)
-        self.token_outputs = TokenOutputs(backend, rows, needs_masked_outputs, last_tokens, loss.function)
+        self.token_outputs = TokenOutputs(
+            backend, rows, needs_masked_outputs=needs_masked_outputs, last_tokens=last_tokens, processor=loss.function
+        )
         self._hidden = rows.padding if hides_padding else set[int]()  # numbers of rows that the loss does not get
         self._results: list[_Result] = []
 

@@ -17,7 +17,7 @@ def tell_of_long_rows(rows: BatchRows, budget: int, role: str, forward_only: boo
     """Says once that a row alone is over the budget of a pass.
 
     Args:
-        role: the engine's, a key that `config.actor.role_of` returns; so below.
+        role: the engine's, a key that `config.actor.role_of` returns.
     """
     if any(a + b > budget for a, b in zip(rows.prompt_lens, rows.response_lens, strict=True)):
         warn_once(
@@ -30,7 +30,11 @@ def tell_of_long_rows(rows: BatchRows, budget: int, role: str, forward_only: boo
 
 
 def tell_of_wave_tokens(options: PrefixConfig, budget: int, role: str) -> None:
-    """Says once that passes of this budget do not heed `prefix.wave_tokens`."""
+    """Says once that passes of this budget do not heed `prefix.wave_tokens`.
+
+    Args:
+        role: as in `tell_of_long_rows`.
+    """
     waves, offload = options.wave_tokens, options.offload
     if waves is None or leaves_room(waves, budget, offload):
         return
@@ -40,7 +44,11 @@ def tell_of_wave_tokens(options: PrefixConfig, budget: int, role: str) -> None:
 
 
 def tell_of_bubble(bubble: float, role: str) -> None:
-    """Says once how long the stages of a pipeline are expected to wait, as a share of an update."""
+    """Says once how long the stages of a pipeline are expected to wait, as a share of an update.
+
+    Args:
+        role: as in `tell_of_long_rows`.
+    """
     if torch.distributed.get_rank() == 0:
         text = "prefix: stages of the pipeline are expected to wait %.0f%% of an update"
         warn_once(logger, text, 100 * bubble, key=role)

@@ -35,6 +35,10 @@ class StockPath:
     reason: str
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    def after(self, metrics: Mapping[str, float]) -> "StockPath":
+        """Returns the decision with metrics of what was done before it."""
+        return replace(self, metrics={**metrics, **self.metrics})
+
 
 @dataclass(frozen=True)
 class SharedPath:
@@ -128,7 +132,7 @@ class Planner:
         if given.flag("force_group_size", 1) > 1:
             return StockPath("force_group_size keeps rows together by their order")
         if given.flag("distillation_use_topk") and not loss.takes_logits:
-            return StockPath("a loss that is not verl's own reads logits, and may need those of every token")
+            return StockPath("distillation_use_topk without verl's loss: another one may need logits of every token")
         return None
 
     def plan(

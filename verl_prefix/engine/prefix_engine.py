@@ -7,10 +7,10 @@ their order. A backend holds what differs between verl's engines.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -26,7 +26,7 @@ from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.metrics.step_metrics import StepMetrics
-from verl_prefix.engine.out_of_memory import out_of_memory_advice
+from verl_prefix.engine.out_of_memory import Advice
 from verl_prefix.engine.outputs import flags_of, is_unscaled
 from verl_prefix.engine.planner import Planner, SharedPath, StockPath, cost_model_of
 from verl_prefix.engine.routes import with_routes
@@ -42,6 +42,22 @@ from verl_prefix.trace.writer import TraceWriter, open_trace
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
+
+
+class SharedBatch(NamedTuple):
+    """A mini-batch that shared passes will compute.
+
+    Attributes:
+        exchange: by which its rows came.
+        rows: the rows that this rank computes, with the fields that verl adds for a loss.
+        path: how they are computed.
+        metrics: of what was done so far.
+    """
+
+    exchange: Exchange
+    rows: BatchRows
+    path: SharedPath
+    metrics: dict[str, float]
 
 
 class PrefixEngine:
@@ -63,8 +79,9 @@ class PrefixEngine:
     _headroom: Headroom
     _planner: Planner | None = None  # with prefix.schedule=stock it stays None
     _tree_rule: TreeRule
-
-    _computes_ref = False  # inside of `disable_adapter`
+    # Later:
+    _missed_check: StockPath | None = None  # that of every batch, after a check missed under verify_action=fallback
+    _computes_ref = False  # True inside of `disable_adapter`
 
     def set_backend(self, backend: Backend, engine_config: Any, model_config: Any) -> None:
         """Ends the constructor, once verl's engine is made by these configs, or by copies of them. What needs the model
@@ -122,59 +139,66 @@ class PrefixEngine:
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.sequence_size)
         given, loss = BatchRows(data), Loss(loss_function)
         self._verification.count(forward_only)
-        if self._planner is None:
-            return self._take_stock_path(StockPath("prefix.schedule=stock"), given, loss, forward_only, {})
-        if (stock_path := self._planner.only_stock_path(given, loss) or self._verification.failure) is not None:
-            return self._take_stock_path(stock_path, given, loss, forward_only, {})
-        loss.warn_of_limits()
-        exchange, metrics = self._open_exchange(given, loss, forward_only)
-        computed, groups = exchange.computed, exchange.groups
-        path = self._planner.plan(given, computed, groups, forward_only, update_follows=not self._computes_ref)
-        if isinstance(path, StockPath):
-            return self._take_stock_path(path, given, loss, forward_only, metrics)
-        with together("checking rows"):
-            check_positions(computed, self.backend.stock_facts.row_begins)
-            check_pixels(computed, self.backend.config)
-        self.backend.begin_shared_path(computed)
-        computed = self._with_loss_fields(computed)
-        missed, check_metrics = self._verification.check(computed, groups, path.plan, loss, forward_only)
-        metrics |= check_metrics
-        if missed is not None:
-            return self._take_stock_path(missed, given, loss, forward_only, metrics)
-        path = self._with_memory(path, computed, forward_only)
-        counts_tokens = given.flag("use_dynamic_bsz", True)
-        hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
-        with out_of_memory_advice(path.plan, path.memory, self._role, self.prefix_config, forward_only, counts_tokens):
-            output, pass_metrics = self._passes.run(computed, groups, path, loss, forward_only, hides_padding)
-        output["model_output"], exchange_metrics = exchange.give_back(output["model_output"])
-        metrics |= {**path.metrics, **pass_metrics, **exchange_metrics}
-        return self._report(output, given, forward_only, metrics)
-
-    def _take_stock_path(
-        self, path: StockPath, given: BatchRows, loss: Loss, forward_only: bool, metrics: Mapping[str, float]
-    ) -> dict[str, Any]:
-        """Computes a mini-batch on the stock path, and reports it.
-
-        Args:
-            metrics: what was counted before this path was chosen.
-        """
-        warn_once(logger, "prefix: stock path, %s", path.reason)
-        with together("receiving pixels"):
-            data = receive_pixels(given.data)
-        output = self.backend.run_stock_path(data, loss.for_stock(), forward_only)
-        stock_metrics = {"prefix/stock_rows": given.num_real}
-        return self._report(output, given, forward_only, {**metrics, **path.metrics, **stock_metrics})
-
-    def _report(
-        self, output: dict[str, Any], given: BatchRows, forward_only: bool, metrics: Mapping[str, float]
-    ) -> dict[str, Any]:
-        """Returns verl's output of a mini-batch with our metrics in it."""
+        chosen = self._choose_path(given, loss, forward_only)
+        if isinstance(chosen, StockPath):
+            output, metrics = self._run_stock_path(chosen, given, loss, forward_only)
+        else:
+            output, metrics = self._run_shared_path(chosen, loss, forward_only)
         reported = self._step_metrics.report(metrics, given, forward_only)
         output.setdefault("metrics", {}).update(reported)
         return output
 
-    def _open_exchange(self, given: BatchRows, loss: Loss, forward_only: bool) -> tuple[Exchange, dict[str, float]]:
-        """Brings rows to the ranks that compute them, groups and counts them. Returns the exchange, and metrics."""
+    def _choose_path(self, given: BatchRows, loss: Loss, forward_only: bool) -> StockPath | SharedBatch:
+        """Chooses the path of a mini-batch, and prepares its rows for the shared one. Either has the metrics of what
+        was done until then."""
+        if self._planner is None:
+            return StockPath("prefix.schedule=stock")
+        if (stock_path := self._planner.only_stock_path(given, loss) or self._missed_check) is not None:
+            return stock_path
+        loss.warn_of_limits()
+        exchange = self._open_exchange(given, loss, forward_only)
+        rows, groups, metrics = exchange.computed, exchange.groups, exchange.metrics
+        path = self._planner.plan(given, rows, groups, forward_only, update_follows=not self._computes_ref)
+        if isinstance(path, StockPath):
+            return path.after(metrics)
+        with together("checking rows"):
+            check_positions(rows, self.backend.stock_facts.row_begins)
+            check_pixels(rows, self.backend.config)
+        self.backend.begin_shared_path(rows)
+        rows = self._with_loss_fields(rows)
+        missed, check_metrics = self._verification.check(rows, groups, path.plan, loss, forward_only)
+        metrics = {**metrics, **check_metrics}
+        if missed is not None:
+            self._missed_check = missed
+            return missed.after(metrics)
+        return SharedBatch(exchange, rows, path, {**metrics, **path.metrics})
+
+    def _run_stock_path(
+        self, path: StockPath, given: BatchRows, loss: Loss, forward_only: bool
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Computes a mini-batch on the stock path; returns verl's output, and metrics."""
+        warn_once(logger, "prefix: stock path, %s", path.reason)
+        with together("receiving pixels"):
+            data = receive_pixels(given.data)
+        output = self.backend.run_stock_path(data, loss.for_stock(), forward_only)
+        return output, {**path.metrics, "prefix/stock_rows": given.num_real}
+
+    def _run_shared_path(
+        self, batch: SharedBatch, loss: Loss, forward_only: bool
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Computes a mini-batch by shared passes; returns verl's output of the rows that it gave, and metrics."""
+        rows, groups = batch.rows, batch.exchange.groups
+        path = self._with_memory(batch.path, rows, forward_only)
+        hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
+        counts_tokens = rows.flag("use_dynamic_bsz", True)
+        advice = Advice(path.plan, path.memory, self._role, self.prefix_config, forward_only, counts_tokens)
+        with advice.on_errors():
+            output, pass_metrics = self._passes.run(rows, groups, path, loss, forward_only, hides_padding=hides_padding)
+        output["model_output"], exchange_metrics = batch.exchange.give_back(output["model_output"])
+        return output, {**batch.metrics, **pass_metrics, **exchange_metrics}
+
+    def _open_exchange(self, given: BatchRows, loss: Loss, forward_only: bool) -> Exchange:
+        """Brings rows to the ranks that compute them, groups and counts them."""
         if loss.function is None:  # log-probs alone, for which no teacher travels
             given = given.with_data(given.data.exclude(*TEACHER))
         skips_dead = self.prefix_config.skip_zero_advantage and not forward_only
@@ -183,7 +207,7 @@ class PrefixEngine:
             skips_dead=skips_dead,
         )  # fmt: skip
         counted = self._step_metrics.count_rows(exchange, self._tree_rule, forward_only)
-        return exchange, {**exchange.metrics, **counted}
+        return replace(exchange, metrics={**exchange.metrics, **counted})
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

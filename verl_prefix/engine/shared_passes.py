@@ -33,6 +33,7 @@ class SharedPasses:
         path: SharedPath,
         loss: Loss,
         forward_only: bool,
+        *,
         hides_padding: bool = False,
         context_type: Callable[..., ForwardContext] = ForwardContext,
     ) -> tuple[dict[str, Any], dict[str, float]]:
@@ -50,7 +51,9 @@ class SharedPasses:
         plan = pad_to_same_passes(path.plan, self._backend.ranks.max_over_ranks)
         # Routers count a row's last token in updates, which replay the routes that log-probs record (R2).
         last_tokens = self._backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
-        results = PassResults(self._backend, rows, loss, forward_only, hides_padding, last_tokens)
+        results = PassResults(
+            self._backend, rows, loss, forward_only, hides_padding=hides_padding, last_tokens=last_tokens
+        )
         runner = self._backend.new_runner(
             results.token_outputs.of_logits,
             results.step,

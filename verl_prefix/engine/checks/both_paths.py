@@ -16,7 +16,7 @@ from verl_prefix.core.nesting import Nesting
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import make_plan
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.loss import Loss, LossFunction
+from verl_prefix.engine.loss import Loss, LossFunction, is_call_with_logits
 from verl_prefix.engine.outputs import FLAGS
 from verl_prefix.engine.planner import SharedPath
 from verl_prefix.engine.rows import BatchRows
@@ -128,7 +128,7 @@ def _of_response(row: torch.Tensor, length: int) -> torch.Tensor:
 
 def _topk_loss(runs_loss: LossFunction, **given: Any) -> Any:
     """The loss in top-k distillation, where verl also calls a loss with logits. Such a call goes to the run's own."""
-    return _weighted_loss(**given) if "model_output" in given else runs_loss(**given)
+    return runs_loss(**given) if is_call_with_logits(given) else _weighted_loss(**given)
 
 
 def _weighted_loss(

@@ -39,15 +39,10 @@ class Verification:
 
     Args:
         passes: of the engine.
-
-    Attributes:
-        failure: why every batch takes the stock path, after a check missed under prefix.verify_action=fallback; else
-            None.
     """
 
     def __init__(self, backend: Backend, options: PrefixConfig, passes: SharedPasses) -> None:
         self._backend, self._options, self._passes = backend, options, passes
-        self.failure: StockPath | None = None
         self._num_seen = 0  # batches of the checked kind, on either path; a miss is reported with this number
         self._num_settled = 0  # of these, the shared ones that were checked or need no check; `_is_due` goes by it
         self._loss_factor = 1.0  # of the check's loss, whose gradients may overflow in fp16 where the update's do not
@@ -77,8 +72,8 @@ class Verification:
             plan: of these groups.
 
         Returns:
-            the stock path if the check missed, else None; and prefix/verify_* of what was compared, with the seconds:
-            {} where no check ran.
+            the stock path for this batch and all later ones if the check missed, else None; and prefix/verify_* of what
+            was compared, with the seconds: {} where no check ran.
 
         Raises:
             RuntimeError: the shared path is off by more than rounding, and prefix.verify_action is raise.
@@ -98,7 +93,7 @@ class Verification:
             verdict = self._verdict(rows, group, budget, loss)
         missed = None
         if misses := self._misses(verdict, rows, group, plan, loss):
-            missed = self.failure = self._miss("; ".join(misses))
+            missed = self._miss("; ".join(misses))
         elif verdict.not_finite:
             self._wait_for_finite_results(verdict)
         else:

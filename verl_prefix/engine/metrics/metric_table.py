@@ -25,29 +25,17 @@ class Reduction(NamedTuple):
     Attributes:
         batches: over the mini-batches of a step.
         ranks: over the ranks.
-        is_reported: False: the log or another metric is made of it.
         by_last_stage: the last stage of a pipeline alone counts it. Anything else is counted on every stage.
     """
 
     batches: Reduce
     ranks: Reduce
-    is_reported: bool = True
     by_last_stage: bool = False
 
 
 COUNT = Reduction(Reduce.SUM, Reduce.SUM)
 EACH = Reduction(Reduce.NONE, Reduce.NONE)
 _LARGEST_RANK = Reduction(Reduce.SUM, Reduce.MAX)
-
-# Tokens that the stock path computes, without padding.
-ROW_TOKENS = "tokens of rows"
-# Tokens that the shared path would compute if every group were one pass.
-GROUP_TOKENS = "tokens of groups"
-# Prompts with rows in several mini-batches of an epoch.
-SPLIT_PROMPTS = "split prompts"
-# Of the first batch, what each value of prefix.trees computes: see `sharing_advice`.
-TREE_TOKENS = {name: f"tokens of trees: {name}" for name in ("stock", "off", "uid", "batch")}
-
 
 METRICS = {
     # Every rank counts what is its own.
@@ -63,16 +51,15 @@ METRICS = {
     "prefix/waves": COUNT,  # without dummies
     "prefix/recomputed_tokens": COUNT,  # of groups that the budget cut
     "prefix/nonfinite_passes": COUNT._replace(by_last_stage=True),
-    # Every rank knows the count of all ranks. Where rows do not travel, a rank knows `split_groups` and `SPLIT_PROMPTS`
-    # of its own rows alone: the most that any rank counts is reported.
+    # Every rank knows the groups of all ranks if rows may travel. Else it knows the prompts of its own rows, and the
+    # most that any rank counts is reported.
     "prefix/cost_split_groups": _LARGEST_RANK,  # on several ranks, for balance
     "prefix/split_groups": _LARGEST_RANK,  # on several ranks since rows do not travel, or in several mini-batches
-    SPLIT_PROMPTS: _LARGEST_RANK._replace(is_reported=False),
     # Ranks wait for the slowest, as in verl's own seconds.
     "timing_s/prefix_exchange": _LARGEST_RANK,
     "timing_s/prefix_packed": _LARGEST_RANK,
     "timing_s/prefix_phase_a": _LARGEST_RANK,
-    "timing_s/prefix_phase_b": _LARGEST_RANK,  # of waves
+    "timing_s/prefix_phase_b": _LARGEST_RANK,  # of waves; on a pipeline also of packed passes, which run among them
     "timing_s/prefix_phase_c": _LARGEST_RANK,
     "timing_s/prefix_verify": _LARGEST_RANK,
     "prefix/phase_b_peak_gib": Reduction(Reduce.MAX, Reduce.MAX),  # of the first update with waves
@@ -91,20 +78,30 @@ METRICS = {
     "prefix/moe/avg_vio/*": EACH,  # the mean deviation from an even load
     "prefix/attention_kept": EACH,  # 1 if attention's outputs are kept for backward
     "prefix/offloaded_gib": EACH,  # GiB that waited on the host
-    # The log and `REUSE` are made of these.
-    **dict.fromkeys((ROW_TOKENS, GROUP_TOKENS, *TREE_TOKENS.values()), COUNT._replace(is_reported=False)),
 }
 # And, of the step's sums: tokens_saved / ROW_TOKENS.
 REUSE = "prefix/reuse_fraction"
+
+# Counts that are reduced like metrics, and not reported: the log and `REUSE` are made of them.
+ROW_TOKENS = "tokens of rows"  # that the stock path computes, without padding
+GROUP_TOKENS = "tokens of groups"  # that the shared path would compute if every group were one pass
+SPLIT_PROMPTS = "split prompts"  # with rows in several mini-batches of an epoch
+# Of the first batch: what each value of prefix.trees computes, see `sharing_advice`.
+TREE_TOKENS = {name: f"tokens of trees: {name}" for name in ("stock", "off", "uid", "batch")}
+
+REDUCTIONS = METRICS | {
+    **dict.fromkeys((ROW_TOKENS, GROUP_TOKENS, *TREE_TOKENS.values()), COUNT),
+    SPLIT_PROMPTS: _LARGEST_RANK,
+}
 
 
 def reduction_of(name: str) -> Reduction:
     """Returns the reduction of a metric.
 
     Raises:
-        ValueError: `METRICS` has no such name.
+        ValueError: `REDUCTIONS` has no such name.
     """
-    for pattern, reduction in METRICS.items():
+    for pattern, reduction in REDUCTIONS.items():
         if fnmatchcase(name, pattern):
             return reduction
-    raise ValueError(f"{name} is no metric of engine.metrics.metric_table.METRICS")
+    raise ValueError(f"{name} is no metric of engine.metrics.metric_table")

@@ -7,14 +7,22 @@ from collections.abc import Hashable, Mapping, Set
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.grouping import TreeRule
-from verl_prefix.engine.metrics.metric_table import METRICS, REUSE, ROW_TOKENS, SPLIT_PROMPTS, Reduce, reduction_of
+from verl_prefix.engine.metrics.metric_table import (
+    METRICS,
+    REDUCTIONS,
+    REUSE,
+    ROW_TOKENS,
+    SPLIT_PROMPTS,
+    Reduce,
+    reduction_of,
+)
 from verl_prefix.engine.metrics.sharing_advice import SharingAdvice
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.travel.exchange import Exchange
 
 
 class StepMetrics:
-    """Reduces an engine's metrics until a step is over, by `METRICS`.
+    """Reduces an engine's metrics until a step is over, by `REDUCTIONS`.
 
     Args:
         epochs: how often a step goes through its rows, in equally many mini-batches, by the config; a trainer that
@@ -65,7 +73,7 @@ class StepMetrics:
                 (TrainingWorker.train_mini_batch) says whether a step ends. Without the flag every batch ends one.
 
         Raises:
-            ValueError: `METRICS` has no such name.
+            ValueError: `REDUCTIONS` has no such name.
         """
         reported = {name: value for name, value in metrics.items() if reduction_of(name).ranks is Reduce.NONE}
         counted = {name: float(value) for name, value in metrics.items() if name not in reported}
@@ -77,7 +85,7 @@ class StepMetrics:
         else:
             for name, value in counted.items():
                 before = self._step.get(name, 0.0)
-                self._step[name] = max(before, value) if METRICS[name].batches is Reduce.MAX else before + value
+                self._step[name] = max(before, value) if REDUCTIONS[name].batches is Reduce.MAX else before + value
             if given.flag("update_lr_scheduler", True):
                 reported |= self._over_ranks(self._close_step(), forward_only)
             else:
@@ -97,14 +105,14 @@ class StepMetrics:
     def _over_ranks(self, step: Mapping[str, float], forward_only: bool) -> dict[str, float]:
         """Returns a step's counts of all ranks, as metrics, and lets `SharingAdvice` see them."""
         # Of all names, so that ranks never send different numbers of values.
-        summed = [name for name, reduction in METRICS.items() if reduction.ranks is Reduce.SUM]
-        largest = [name for name, reduction in METRICS.items() if reduction.ranks is Reduce.MAX]
+        summed = [name for name, reduction in REDUCTIONS.items() if reduction.ranks is Reduce.SUM]
+        largest = [name for name, reduction in REDUCTIONS.items() if reduction.ranks is Reduce.MAX]
         sums = self._ranks.sum_over_ranks([step.get(name, 0.0) for name in summed])
         maxima = self._ranks.max_over_ranks([step.get(name, 0.0) for name in largest])
         totals = dict(zip(largest, maxima, strict=True))
         for name, value in zip(summed, sums, strict=True):  # each rank of a model-parallel set counted the same
-            num_counts = self._ranks.model_size // (self._ranks.pipeline_size if METRICS[name].by_last_stage else 1)
+            num_counts = self._ranks.model_size // (self._ranks.pipeline_size if REDUCTIONS[name].by_last_stage else 1)
             totals[name] = value / num_counts
         self._advice.tell(totals, forward_only)
-        reported = {name: totals[name] for name in step if METRICS[name].is_reported}
+        reported = {name: totals[name] for name in step if name in METRICS}
         return reported | {REUSE: totals["prefix/tokens_saved"] / max(totals[ROW_TOKENS], 1)}

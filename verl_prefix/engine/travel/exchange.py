@@ -120,7 +120,7 @@ def _keep_rows(given: BatchRows, tree_rule: TreeRule) -> Exchange:
     """Groups the rows where they are: ranks exchange nothing in this mini-batch."""
     with together("grouping rows"):
         given = given.with_data(receive_pixels(given.data))
-        share_pixels(given.pixels)
+        share_pixels(given.pixels)  # in place
         tree_rule.see(given.uids, given.keys)
         groups = group_rows(given, tree_rule)
     return Exchange(given, groups, {*uid_hashes(given)} - {PADDING})
@@ -217,8 +217,12 @@ def _swap(parcels: Sequence[torch.Tensor], ranks: Ranks) -> Sequence[torch.Tenso
 def _unpacked(
     codec: RowCodec, parcels: Sequence[torch.Tensor], expected: list[list[int]], what: str
 ) -> list[TravellingRow]:
-    """Returns the rows that arrived from all ranks, and checks their numbers: each rank's are `expected`. what: names
-    the rows in the error."""
+    """Returns the rows that arrived from all ranks, and checks their numbers.
+
+    Args:
+        expected: the numbers of each rank's rows.
+        what: names the rows in the error.
+    """
     arrived: list[TravellingRow] = []
     for rank, numbers in enumerate(expected):
         rows = codec.unpack(parcels[rank])

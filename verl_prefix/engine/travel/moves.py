@@ -83,7 +83,7 @@ def decide_moves(given: BatchRows, ranks: Ranks, shape: ModelShape, tree_rule: T
         RankError: another rank failed, or ranks placed rows differently.
     """
     with together("describing rows", maxima=("num_rows", "cuts_rows"), same=("format",)) as described:
-        share_pixels(given.pixels)
+        share_pixels(given.pixels)  # in place
         descriptions = describe(given, shape)
         described.tell_maximum("num_rows", len(descriptions))
         described.tell_maximum("cuts_rows", tree_rule.cuts_rows)
@@ -137,7 +137,11 @@ def _gather(table: torch.Tensor, most: int, ranks: Ranks) -> list[torch.Tensor]:
 
 
 def _place(table: RowTable, pieces: Sequence[torch.Tensor] | None, can_travel: bool, num_ranks: int) -> Placement:
-    """Finds the rank of each row. pieces: of all ranks' rows, if rows are turns."""
+    """Finds the rank of each row.
+
+    Args:
+        pieces: of all ranks' rows; None: no rows are turns.
+    """
     if not can_travel:
         placement = table.as_it_is(num_ranks)
     elif pieces is None:
