@@ -13,7 +13,7 @@ from pairs import every_value
 from shared_models import SharedModels
 from torch.distributed import get_rank
 
-from verl_prefix.engine.outputs import TokenOutputs
+from verl_prefix.engine.row_outputs import RowOutputs
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.testing import write_tiny_model
 
@@ -118,14 +118,14 @@ def _one_token_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def _of_another_row(patch: pytest.MonkeyPatch) -> None:
-    scatter = TokenOutputs.scatter_to_rows
+    of_pass = RowOutputs.of_pass
 
-    def turned(self: TokenOutputs, *args: object) -> dict[str, torch.Tensor]:
-        rows = scatter(self, *args)["values"].unbind()
+    def turned(self: RowOutputs, *args: object) -> dict[str, torch.Tensor]:
+        rows = of_pass(self, *args)["values"].unbind()
         moved = [torch.cat([rows[i - 1], row.detach()])[: len(row)] for i, row in enumerate(rows)]
         return {"values": torch.nested.nested_tensor_from_jagged(torch.cat(moved), args[2])}
 
-    patch.setattr(TokenOutputs, "scatter_to_rows", turned)
+    patch.setattr(RowOutputs, "of_pass", turned)
 
 
 def _broken(models: dict, broken: str, schedule: str) -> tuple[dict[str, float], list[str]]:
@@ -149,6 +149,27 @@ def test_values_of_a_wrong_place_are_far_off_and_the_self_check_sees_it(ranks, m
     for errors, (raised, after) in ranks(2, models)(_broken, broken, schedule):
         assert min(errors["values"], errors["loss"], errors["grads"]) > 100 * TOLERANCE, errors
         assert MISSED in raised and float(after) == 0  # verl's own path
+
+
+def _not_finite(models: dict) -> list[str]:
+    """What the log says of an update whose new values are not finite, and whose old ones are."""
+    from verl_prefix.engine import pass_results
+
+    engine, said = _engine("prefix", models["qwen3"], {"critic": True, "verify": "off", "schedule": "packed"}), []
+    data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, {"critic": True})
+    with torch.no_grad():
+        engine.module.score.weight.fill_(torch.nan)
+    with (
+        engine.train_mode(disable_auto_offload=True),
+        mock.patch.object(pass_results.logger, "error", lambda text, *values: said.append(text % values)),
+    ):
+        engine.forward_backward_batch(data, _loss({"critic": True}))
+    return said
+
+
+def test_values_that_are_not_finite_are_told_from_old_values_that_are(ranks, models):
+    for (line,) in ranks(1, models)(_not_finite):
+        assert "; values of rows 0 (uid " in line and "the batch's values" not in line
 
 
 def _without_sharing(models: dict) -> tuple[dict, list[str]]:

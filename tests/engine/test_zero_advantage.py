@@ -238,7 +238,9 @@ def _refuses(models: dict) -> list[str]:
 
 def test_a_loss_that_cannot_is_refused_and_what_needs_every_row_gets_it(ranks, models):
     ((unknown, entropy, *rows),) = ranks(1, models)(_refuses)
-    assert "not verl's own" in unknown and "under actor_rollout_ref.actor.entropy_coeff=0.1; set it to 0" in entropy
+    assert (
+        "this is another loss" in unknown and "under actor_rollout_ref.actor.entropy_coeff=0.1; set it to 0" in entropy
+    )
     assert rows == [0, 0]
 
 

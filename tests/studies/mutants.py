@@ -42,8 +42,8 @@ CORE = (
 )  # fmt: skip
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",
-    "engine/rows.py", "engine/grouping.py", "engine/outputs.py", "engine/pass_results.py", "engine/loss.py",
-    "engine/dead_rows.py",
+    "engine/rows.py", "engine/grouping.py", "engine/outputs.py", "engine/row_outputs.py", "engine/pass_results.py",
+    "engine/loss.py", "engine/dead_rows.py",
     "core/forward.py", "core/kernels/cpu.py",
 ]  # fmt: skip
 TOGETHER = [
@@ -112,6 +112,7 @@ TESTS = {
     "engine/pass_results": "tests/engine/test_faults.py tests/engine/test_engine_equivalence.py",
     "engine/dead_rows": "tests/engine/test_zero_advantage.py",
     "engine/outputs": "tests/engine/test_engine_equivalence.py",
+    "engine/row_outputs": "tests/engine/test_engine_equivalence.py",
     "engine/": "tests/engine/test_exchange_rows.py tests/engine/test_exchange.py",
 }  # fmt: skip
 

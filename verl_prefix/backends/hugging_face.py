@@ -73,8 +73,10 @@ class HFBackend(Backend):
     @functools.cached_property
     def replay(self) -> Replay | None:
         mode = self._engine.engine_config.router_replay.mode
+        if mode == "disabled":
+            return None
         text = self.config.get_text_config()
-        return None if mode == "disabled" else Replay(mode, text.num_hidden_layers, text.num_experts_per_tok)
+        return Replay(mode, text.num_hidden_layers, text.num_experts_per_tok)
 
     @functools.cached_property
     def shape(self) -> ModelShape:

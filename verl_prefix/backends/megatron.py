@@ -210,9 +210,11 @@ class MegatronBackend(Backend):
         """As `Backend` says. Routes of a rollout (R3) have all layers. Routes that verl records (R2) have only layers
         with experts."""
         mode = self._engine.engine_config.router_replay.mode
+        if mode == "disabled":
+            return None
         config = unwrapped(self._module).config
         layers = config.num_layers if mode == "R3" else len(layers_with_experts(config))
-        return None if mode == "disabled" else Replay(mode, layers, config.moe_router_topk)
+        return Replay(mode, layers, config.moe_router_topk)
 
     def aligned_routes(self, data: TensorDict) -> TensorDict:
         """Aligns the routes of R3 with tokens. Some tokens get -1, since verl lets their router choose: the last token
@@ -230,7 +232,7 @@ class MegatronBackend(Backend):
 
     # For the self-check.
 
-    @property
+    @functools.cached_property
     def _self_check(self) -> MegatronSelfCheck:
         return MegatronSelfCheck(self._engine, self.ranks, self.trains)
 

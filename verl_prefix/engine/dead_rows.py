@@ -24,16 +24,15 @@ def find_dead(loss: Loss, rows: BatchRows) -> frozenset[int]:
     Raises:
         ValueError: rows without advantage have a gradient in this loss.
     """
-    if isinstance(loss.function, functools.partial) and loss.kind is Kind.POLICY and not loss.takes_logits:
-        if why := gradient_without_advantage(loss.function.keywords["config"]):
-            raise ValueError(
-                f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that have a gradient under {why}, or set "
-                f"{SKIP_ZERO_ADVANTAGE}=False"
-            )
-    else:
+    if not isinstance(loss.function, functools.partial) or loss.kind is not Kind.POLICY or loss.takes_logits:
         raise ValueError(
-            f"{SKIP_ZERO_ADVANTAGE}=True needs verl's loss of policies, and this one is not verl's own; use verl's, or "
-            f"set {SKIP_ZERO_ADVANTAGE}=False"
+            f"{SKIP_ZERO_ADVANTAGE}=True needs verl's ppo_loss with one of its own policy losses, and this is another "
+            f"loss; set {SKIP_ZERO_ADVANTAGE}=False"
+        )
+    if why := gradient_without_advantage(loss.function.keywords["config"]):
+        raise ValueError(
+            f"{SKIP_ZERO_ADVANTAGE}=True leaves out rows that have a gradient under {why}, or set "
+            f"{SKIP_ZERO_ADVANTAGE}=False"
         )
     data = rows.data
     if rows.flag("return_model_output") or loss.needs_masked_outputs(data):

@@ -83,8 +83,9 @@ def _tree_tokens(rows: BatchRows, tree_rule: TreeRule, cuts: Sequence[Sequence[i
 
     - its position, its pixels and its row's temperature;
     - the uid if `tree_rule.scope` is uid, or the whole prompt if it is off;
-    - the experts of the token before. Rows share n tokens if n + 1 numbers are equal. So the experts of all n tokens
-      are equal, and those of the next one may differ. After a row's last cut nothing is shared, and no experts count;
+    - the experts of the token before, up to a row's last cut. Core shares n tokens if n + 1 numbers are equal. Number i
+      has the experts of token i - 1. So rows share tokens 0 and 1 if numbers 0, 1 and 2 are equal, and with them the
+      experts of tokens 0 and 1;
     - in a response under top-k distillation, its row. Its outputs are made with the teacher's values for this row, so
       that another row with the same tokens in its prompt must not share them.
     """

@@ -37,8 +37,8 @@ class Headroom:
         # In bytes.
         self._capacity: float | None = None  # None: there was no update
         self._allocated_after_last = 0
-        self._largest_added = 0.0
-        self._added_now = 0.0  # by the update that runs; 0: `choose_memory` was not asked
+        self._largest_added = 0.0  # predicted of any update
+        self._shares_now = False  # the update that runs has asked `choose_memory`
 
     def fits(self, passes: Sequence[PassCost]) -> bool:
         """Whether passes of the stock path fit this rank: as an update, or as log-probs in an engine without updates.
@@ -53,10 +53,9 @@ class Headroom:
     @contextmanager
     def measured_update(self) -> Iterator[None]:
         """Context of an optimizer step with its passes, after which the capacity is measured."""
-        self._added_now = 0.0
+        self._shares_now = False
         yield
-        if self._added_now and self._is_known:
-            self._largest_added = max(self._largest_added, self._added_now)
+        if self._shares_now and self._is_known:
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             self._allocated_after_last = torch.cuda.memory_allocated()
             room = torch.cuda.mem_get_info()[0] + min(self._largest_added, cached)
@@ -99,5 +98,5 @@ class Headroom:
         added = [peak_bytes(shape, plan, (), memory) for memory in choices]
         refused = ranks.max_over_ranks([not is_allowed(*choice) for choice in zip(choices, added, strict=True)])
         chosen = refused.index(0.0)  # the first that no rank refuses
-        self._added_now = added[chosen]
+        self._shares_now, self._largest_added = True, max(self._largest_added, added[chosen])
         return choices[chosen]

@@ -103,6 +103,10 @@ def is_call_with_logits(given: Mapping[str, Any]) -> bool:
     return given.get("model_output") is None or given.get("data") is None
 
 
+def _no_token_counts(data: TensorDict) -> bool:
+    return not data["response_mask"].any()
+
+
 def _loss_or_zero(function: LossFunction, /, **given: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     """Calls a loss as verl calls it. Where no token counts it returns a loss of 0 and `neutral` metrics.
 
@@ -112,8 +116,9 @@ def _loss_or_zero(function: LossFunction, /, **given: Any) -> tuple[torch.Tensor
     if is_call_with_logits(given):
         return function(**given)
     data, output = given["data"], given["model_output"]
-    # Of empty responses alone no token can count: verl's loss raises, as it does without us.
-    if data["response_mask"].any() or not data["response_mask"].numel():
+    if not _no_token_counts(data):
+        return function(**given)
+    if not data["response_mask"].numel():  # all responses are empty, and no token can be marked: verl's loss raises
         return function(**given)
     mask = data["response_mask"].clone()
     (mask.values() if mask.is_nested else mask.view(-1))[0] = 1
@@ -204,6 +209,6 @@ class Loss:
         output = next(iter(model_output.values()))
         if self.function is None:
             return PassLoss(torch.ones((), device=output.device), {})
-        if not self.needs_a_token or data["response_mask"].any():
-            return PassLoss(*self.function(model_output=model_output, data=data, dp_group=process_group))
-        return PassLoss(0.0 * output.values().sum(), None)
+        if self.needs_a_token and _no_token_counts(data):
+            return PassLoss(0.0 * output.values().sum(), None)
+        return PassLoss(*self.function(model_output=model_output, data=data, dp_group=process_group))

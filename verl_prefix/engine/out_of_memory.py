@@ -60,16 +60,15 @@ class Advice:
         # What waits for a backward. Without gradients nothing does.
         offload = [] if self.forward_only or self.options.offload else [f"set {_PREFIX}.offload=True"]
         checkpoints = [] if self.forward_only or self.memory.checkpointed else [f"set {self._checkpointing()}"]
+        ways = [fewer]  # outside of passes
         match phase:
-            case None:
-                ways = [fewer]
             case "packed":
                 ways = [fewer, *phased, *checkpoints]
             case "nested" | "phase_a":  # the graph of a phase A around waits
                 ways = [*offload, *checkpoints, fewer]
             case "phase_c":
                 ways = [*checkpoints, fewer]
-            case _:
+            case "wave":
                 ways = [self._shorter_waves([*([fewer] if self.forward_only else checkpoints), "offload parameters"])]
         return ", or ".join(ways)
 

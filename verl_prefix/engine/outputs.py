@@ -1,4 +1,4 @@
-"""Makes verl's per-token outputs from logits of a mini-batch's tokens, and puts these outputs into verl's rows.
+"""Makes verl's per-token outputs from logits of a mini-batch's tokens.
 
 The backend calls verl's own functions, on suffix tokens instead of rows.
 """
@@ -13,7 +13,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from verl_prefix.core.forward import TokenBatch
-from verl_prefix.core.packed_row import PackedRow
 from verl_prefix.core.plan import Plan
 from verl_prefix.core.runs import on_device, ranges
 from verl_prefix.engine.backend import Backend
@@ -77,7 +76,7 @@ class _Teacher(NamedTuple):
 
 
 class TokenOutputs:
-    """Makes outputs of a mini-batch's suffix tokens, as log-probs, and puts them into rows.
+    """Makes outputs of a mini-batch's suffix tokens, as log-probs. `row_outputs.RowOutputs` puts them into rows.
 
         suffix token                                    lm_head   what the loss gets
         with response_mask 1                            runs      its outputs
@@ -93,6 +92,7 @@ class TokenOutputs:
     Attributes:
         tokens: the batch as the runner computes it.
         names: of the outputs, one column each (`Backend.output_names`).
+        all_have_outputs: no suffix token of a computed row is without an output.
     """
 
     def __init__(
@@ -108,28 +108,17 @@ class TokenOutputs:
         self._device = get_device_id()
         self._flags = flags_of(rows.data)
         self.names = backend.output_names(self._flags)
-        is_read = None if needs_masked_outputs else self._mask_of_suffixes()
-        self._old_log_probs = self._substitutes(is_read)
-        self.tokens = self._token_batch(self._without_last_tokens(is_read) if last_tokens else is_read)
+        has_output = None if needs_masked_outputs else self._mask_of_suffixes()
+        self.all_have_outputs = has_output is None
+        self.tokens = self._token_batch(self._without_last_tokens(has_output) if last_tokens else has_output)
         self._token_temperature = self._temperatures()
         self._teacher = _Teacher.of(rows, self._device) if self._flags["distillation_use_topk"] else None
         self._offsets: dict[int, torch.Tensor] = {}  # [0, n] by n
-        # Scratch of `scatter_to_rows`, [N]: each call writes the entries of its own rows, and reads no others.
-        self._token_at = torch.empty(rows.offsets[-1], dtype=torch.int64)
 
     def _mask_of_suffixes(self) -> torch.Tensor | None:
         """Marks suffix tokens with a response_mask: [N] bool; None where all have one."""
         mask = self._rows.at_suffixes("response_mask").bool()
         return None if int(mask.sum()) == sum(self._rows.response_lens) else mask
-
-    def _substitutes(self, is_read: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns old log-probs, [N], for the tokens that have no output. None: all have one, or it is no log-prob.
-
-        A NaN becomes 0. A loss that does not read old log-probs (gpg) would not mask it.
-        """
-        if "log_probs" not in self.names or (is_read is None and not self._rows.dead):
-            return None
-        return self._rows.at_suffixes("old_log_probs").nan_to_num(0.0, 0.0, 0.0)
 
     def _temperatures(self) -> torch.Tensor:
         """Returns the temperature of each token, [N] float32."""
@@ -211,34 +200,3 @@ class TokenOutputs:
         """Outputs of no token: [0, k], in the dtype of verl's outputs for a token of made-up logits."""
         index = torch.tensor([-1], device=self.tokens.input_ids.device)
         return self.of_logits(index, self._backend.logits_like())[:0]
-
-    def scatter_to_rows(
-        self, packed_row: PackedRow, outputs: torch.Tensor, offsets: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Puts each output at its place in its row, in verl's nested full-length form. Prompts get zeros.
-
-        A response token has no output if lm_head skips it, or if its row is dead. Such a token gets entropy 0 and its
-        old log-prob. No result depends on these values: the loss masks the token, or multiplies it by an advantage of
-        0, and outputs are not given back.
-
-        Args:
-            packed_row: of a pass.
-            outputs: [outputs that are read, k].
-            offsets: [rows + 1] int64, of the pass's rows, one after the other.
-
-        Returns:
-            jagged [rows, tokens] by name.
-        """
-        starts = self.tokens.offsets
-        rows = (row for group in packed_row.groups for row in group.rows)
-        places = ranges([(starts[row], starts[row + 1] - starts[row]) for row in rows])
-        self._token_at[places] = torch.arange(len(places))
-        full = outputs.new_zeros(len(places), outputs.shape[-1])
-        if self._old_log_probs is not None:
-            old = on_device(self._old_log_probs[places], outputs.device)
-            full[:, self.names.index("log_probs")] = old.to(full.dtype)
-        full = full.index_copy(0, on_device(self._token_at[packed_row.output_places], outputs.device), outputs)
-        return {
-            name: torch.nested.nested_tensor_from_jagged(column, offsets)
-            for name, column in zip(self.names, full.unbind(-1), strict=True)
-        }

@@ -19,6 +19,7 @@ from verl_prefix.engine.fields import ROUTES, TEACHER
 from verl_prefix.engine.loss import Loss, PassLoss
 from verl_prefix.engine.metrics.even_metrics import add_missing_sums, even_out, reported_metrics
 from verl_prefix.engine.outputs import TokenOutputs
+from verl_prefix.engine.row_outputs import RowOutputs
 from verl_prefix.engine.rows import BatchRows, select_rows
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class PassResults:
         last_tokens: see `TokenOutputs`.
 
     Attributes:
-        token_outputs: what makes outputs of tokens, then of rows.
+        token_outputs: what makes outputs of tokens.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class PassResults:
         self.token_outputs = TokenOutputs(
             backend, rows, needs_masked_outputs=needs_masked_outputs, last_tokens=last_tokens, processor=loss.function
         )
+        self._row_outputs = RowOutputs(rows, self.token_outputs)
         self._hidden = rows.padding if hides_padding else set[int]()  # numbers of rows that the loss does not get
         self._results: list[_Result] = []
 
@@ -130,7 +132,7 @@ class PassResults:
         """Makes verl's rows of a pass. The loss gets those that are no hidden padding, or all if there is no other."""
         numbers = [row for group in packed_row.groups for row in group.rows]
         micro_batch = micro_batch_of(self._loss, self._data, numbers)
-        model_output = self.token_outputs.scatter_to_rows(packed_row, outputs, micro_batch["input_ids"].offsets())
+        model_output = self._row_outputs.of_pass(packed_row, outputs, micro_batch["input_ids"].offsets())
         seen = [i for i, number in enumerate(numbers) if number not in self._hidden]
         if len(seen) in (0, len(numbers)):
             return _PassRows(numbers, model_output, micro_batch, model_output)
@@ -217,7 +219,10 @@ class PassResults:
         read = select_rows(self._data, result.numbers)
         fields = {name: [not torch.isfinite(x).all() for x in read[name].unbind()] for name in self._loss.floats(read)}
         problems = []
-        for name, is_bad in (result.bad_rows | fields).items():
+        # A critic's outputs have the name of a field, "values".
+        found: list[tuple[str, Any]] = [*result.bad_rows.items()]
+        found += [(f"the batch's {name}", is_bad) for name, is_bad in fields.items()]
+        for name, is_bad in found:
             if bad := [f"{row} (uid {uids[row]})" for row, bad in zip(result.numbers, is_bad, strict=True) if bad]:
                 problems.append(f"{name} of rows {listed(bad)}")
         logger.error(

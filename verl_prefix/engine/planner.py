@@ -163,7 +163,8 @@ class Planner:
             choice = Choice(self._costs.plan(*shared, self._options.schedule, forward_only))
         else:
             choice = self._chooser.choose(shared, forward_only, own=stock, update_follows=update_follows)
-        metrics = self._predicted_bubble(choice.plan or self._costs.stock_passes(*stock), forward_only)
+        path = self._costs.stock_passes(*stock) if choice.plan is None else choice.plan
+        metrics = self._predicted_bubble(path, forward_only)
         if choice.speedup:
             metrics["prefix/predicted_speedup"] = choice.speedup
         if choice.plan is None:

@@ -139,18 +139,18 @@ class PrefixEngine:
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.sequence_size)
         given, loss = BatchRows(data), Loss(loss_function)
         self._verification.count(forward_only)
-        chosen = self._choose_path(given, loss, forward_only)
-        if isinstance(chosen, StockPath):
-            output, metrics = self._run_stock_path(chosen, given, loss, forward_only)
+        prepared = self._prepare(given, loss, forward_only)
+        if isinstance(prepared, StockPath):
+            output, metrics = self._run_stock_path(prepared, given, loss, forward_only)
         else:
-            output, metrics = self._run_shared_path(chosen, loss, forward_only)
+            output, metrics = self._run_shared_path(prepared, loss, forward_only)
         reported = self._step_metrics.report(metrics, given, forward_only)
         output.setdefault("metrics", {}).update(reported)
         return output
 
-    def _choose_path(self, given: BatchRows, loss: Loss, forward_only: bool) -> StockPath | SharedBatch:
-        """Chooses the path of a mini-batch, and prepares its rows for the shared one. Either has the metrics of what
-        was done until then."""
+    def _prepare(self, given: BatchRows, loss: Loss, forward_only: bool) -> StockPath | SharedBatch:
+        """Brings the rows of a mini-batch together, plans and checks them. Returns what the shared path computes, or
+        the decision for the stock path. Either has the metrics of what was done until then."""
         if self._planner is None:
             return StockPath("prefix.schedule=stock")
         if (stock_path := self._planner.only_stock_path(given, loss) or self._missed_check) is not None:
@@ -162,7 +162,7 @@ class PrefixEngine:
         if isinstance(path, StockPath):
             return path.after(metrics)
         with together("checking rows"):
-            check_positions(rows, self.backend.stock_facts.row_begins)
+            check_positions(given, self.backend.stock_facts.row_begins)
             check_pixels(rows, self.backend.config)
         self.backend.begin_shared_path(rows)
         rows = self._with_loss_fields(rows)

@@ -15,6 +15,7 @@ def check_positions(rows: BatchRows, row_begins: str) -> None:
     decides; the others jump at images.
 
     Args:
+        rows: those that verl handed over, which the stock path would pack together.
         row_begins: of `backend.StockFacts`.
 
     Raises:
@@ -41,9 +42,10 @@ def check_positions(rows: BatchRows, row_begins: str) -> None:
     first = int(is_wrong.nonzero()[0])
     number, at = int(row_of_token[first]), int(place[first])
     near = ", ".join(map(str, positions[row_of_token == number][max(at - 2, 0) : at + 3].tolist()))
+    name = _name_of(rows, number, "that verl handed over")
     raise ValueError(
-        f"{_name_of(rows, number)}: position_ids are {near} around its token {at}, which verl's own path takes for "
-        "those of other rows, or does not read; number the tokens of each row 0, 1, 2, ..."
+        f"{name}: position_ids are {near} around its token {at}, which verl's own path takes for those of other rows, "
+        "or does not read; number the tokens of each row 0, 1, 2, ..."
     )
 
 
@@ -58,9 +60,10 @@ def check_pixels(rows: BatchRows, config: Any) -> None:
     """
     if vision.is_vision_config(config):
         for number, (prompt, pixels) in enumerate(zip(rows.prompts, rows.pixels, strict=True)):
-            vision.check_pixels(pixels, prompt[:-1].cpu(), config, _name_of(rows, number))
+            name = _name_of(rows, number, "that this rank computes")
+            vision.check_pixels(pixels, prompt[:-1].cpu(), config, name)
 
 
-def _name_of(rows: BatchRows, number: int) -> str:
+def _name_of(rows: BatchRows, number: int, which: str) -> str:
     uids = tu.get(rows.data, "uid", [None] * len(rows))
-    return f"row {number} of those that this rank computes (uid {uids[number]})"
+    return f"row {number} of those {which} (uid {uids[number]})"

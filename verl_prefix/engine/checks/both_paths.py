@@ -31,33 +31,33 @@ class Sample(NamedTuple):
     Attributes:
         group: the group of these rows, by their numbers in `rows`.
         rows: the rows for the shared path.
-        for_stock: the rows for the stock path. It takes one row at a time, since the budget may have no room for logits
-            of several.
+        stock_rows: the rows for the stock path. It takes one row at a time, since the budget may have no room for
+            logits of several.
         loss: the loss by whose gradients both paths are compared.
     """
 
     group: Group
     rows: BatchRows
-    for_stock: BatchRows
+    stock_rows: BatchRows
     loss: LossFunction
 
     @classmethod
-    def of(cls, batch: BatchRows, group: Group, num_for_stock: int, loss: Loss, loss_factor: float) -> "Sample":
+    def of(cls, batch: BatchRows, group: Group, num_stock_rows: int, loss: Loss, loss_factor: float) -> "Sample":
         """Takes the rows of `group` out of a batch. The stock path gets the last row again and again, until there are
-        `num_for_stock` rows; the repeated ones have weight 0. The loss is a mean over rows, times `loss_factor`."""
-        num_repeated = num_for_stock - len(group.rows)
+        `num_stock_rows` rows; the repeated ones have weight 0. The loss is a mean over rows, times `loss_factor`."""
+        num_repeated = num_stock_rows - len(group.rows)
         rows = batch.select(group.rows)
-        for_stock = batch.select([*group.rows, *group.rows[-1:] * num_repeated])
+        stock_rows = batch.select([*group.rows, *group.rows[-1:] * num_repeated])
         weights = [loss_factor / len(rows)] * len(rows)
         rows.data["verify_weight"] = torch.tensor(weights)
-        for_stock.data["verify_weight"] = torch.tensor(weights + [0.0] * num_repeated)
+        stock_rows.data["verify_weight"] = torch.tensor(weights + [0.0] * num_repeated)
         distills = batch.flag("distillation_use_topk")
         flags = NO_FLAGS | {"return_model_output": True, "distillation_use_topk": distills}
         tu.assign_non_tensor(rows.data, **flags)
-        tu.assign_non_tensor(for_stock.data, **flags, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        tu.assign_non_tensor(stock_rows.data, **flags, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
         numbers = {number: new_number for new_number, number in enumerate(group.rows)}
         function = functools.partial(_topk_loss, loss.function) if distills and loss.function else _weighted_loss
-        return cls(renumbered(group, numbers), rows, for_stock, function)
+        return cls(renumbered(group, numbers), rows, stock_rows, function)
 
 
 class BothPaths:
@@ -78,7 +78,7 @@ class BothPaths:
     def stock(self) -> torch.Tensor:
         """Runs the stock path."""
         sample = self._sample
-        return self._outputs(self._backend.run_stock_path(sample.for_stock.data, sample.loss, self._forward_only))
+        return self._outputs(self._backend.run_stock_path(sample.stock_rows.data, sample.loss, self._forward_only))
 
     def shared(self, schedule: str, context_type: Callable[..., ForwardContext]) -> torch.Tensor:
         """Runs the passes of `plan_to_check`."""
