@@ -801,9 +801,9 @@ def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
     data, plans = _batch(0, engine.model_config.hf_config.vocab_size, options | groups), []
     run = engine._passes.run
 
-    def seen(rows, groups, path, *args, **more):
-        plans.append(path.plan)
-        return run(rows, groups, path, *args, **more)
+    def seen(rows, groups, plan, *args, **more):
+        plans.append(plan)
+        return run(rows, groups, plan, *args, **more)
 
     with (
         mock.patch.object(plan_advice.logger, "warning", lambda text, *values: said.append(text % values)),

@@ -521,6 +521,22 @@ def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how
     assert not any("timed out" in error.lower() for error in errors), errors
 
 
+def test_an_error_of_this_rank_is_raised_where_the_others_cannot_be_told(monkeypatch):
+    from verl_prefix.engine import together
+
+    def is_gone(*args: object, **options: object) -> None:
+        raise RuntimeError("a peer is gone")
+
+    monkeypatch.setattr(together.dist, "all_reduce", is_gone)
+    monkeypatch.setattr(together.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(together, "get_device_id", lambda: "cpu")
+    with pytest.raises(ValueError, match="mine") as raised, together.together("testing"):
+        raise ValueError("mine")
+    assert str(raised.value.__cause__) == "a peer is gone"
+    with pytest.raises(RuntimeError, match="a peer is gone"), together.together("testing"):
+        pass
+
+
 def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others():
     from verl_prefix.engine.grouping import TreeRule, group_rows
     from verl_prefix.engine.loss import Loss

@@ -88,15 +88,15 @@ class Headroom:
             now = torch.cuda.memory_allocated() + self._backend.gradient_bytes()
             room = (self._capacity or 0.0) - max(now, self._allocated_after_last)
 
-        def is_allowed(memory: Memory, added_bytes: float) -> bool:
-            if not memory.attention_kept and not memory.all_logits:
-                return True
-            may = (may_keep or not memory.attention_kept) and (may_have or not memory.all_logits)
-            return may and ranks.pipeline_size == 1 and ROOM_FACTOR * added_bytes <= room
+        def is_refused(memory: Memory, added_bytes: float) -> bool:
+            keeps_more = memory.attention_kept or memory.all_logits
+            is_forbidden = (memory.attention_kept and not may_keep) or (memory.all_logits and not may_have)
+            has_room = ranks.pipeline_size == 1 and ROOM_FACTOR * added_bytes <= room
+            return keeps_more and (is_forbidden or not has_room)
 
         choices = [replace(least, attention_kept=attention, all_logits=logits) for attention, logits in _KEPT]
         added = [peak_bytes(shape, plan, (), memory) for memory in choices]
-        refused = ranks.max_over_ranks([not is_allowed(*choice) for choice in zip(choices, added, strict=True)])
-        chosen = refused.index(0.0)  # the first that no rank refuses
+        refused = ranks.max_over_ranks([is_refused(*choice) for choice in zip(choices, added, strict=True)])
+        chosen = next(i for i, by_any in enumerate(refused) if not by_any)  # nobody refuses the last one
         self._shares_now, self._largest_added = True, max(self._largest_added, added[chosen])
         return choices[chosen]

@@ -155,7 +155,9 @@ class Loss:
 
     def __init__(self, function: LossFunction | None, reads: Set[str] | None = None) -> None:
         self.function = function
-        self.kind, self._reads, self.needs_a_token, self.takes_logits, self._by_user = _facts_of(function, reads)
+        facts = _facts_of(function, reads)
+        self.kind, self.needs_a_token, self.takes_logits = facts.kind, facts.needs_a_token, facts.takes_logits
+        self._reads, self._by_user = facts.reads, facts.by_user
 
     @property
     def is_verls(self) -> bool:

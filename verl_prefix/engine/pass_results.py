@@ -105,6 +105,7 @@ class PassResults:
         self._data = rows.data.exclude(ROUTES, *(TEACHER if is_topk else ()))
         tu.assign_non_tensor(self._data, use_dynamic_bsz=True)  # else verl joins outputs in the order of passes
         self._backend, self._loss = backend, loss
+        self._forward_only = forward_only
         self._returns_outputs = forward_only or rows.flag("return_model_output")  # on every rank or on none
         needs_masked_outputs = self._returns_outputs or loss.needs_masked_outputs(rows.data)
         self.token_outputs = TokenOutputs(
@@ -231,7 +232,7 @@ class PassResults:
             result.where,
             result.loss.item(),
             "; ".join(problems) or "all that it was made of is finite",
-            self._backend.after_not_finite,
+            "verl takes such outputs as they are" if self._forward_only else self._backend.after_not_finite,
         )
 
 

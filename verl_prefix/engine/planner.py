@@ -9,13 +9,12 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure
 from verl_prefix.auto.chooser import Choice, Chooser, Workload
-from verl_prefix.auto.cost import Memory, PassCost, Rates
+from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.group_parts import leave_out
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels.cuda_rules import is_deterministic
-from verl_prefix.core.meter import Meter
 from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss
@@ -46,14 +45,10 @@ class SharedPath:
 
     Attributes:
         plan: this rank's passes.
-        memory: what the passes keep.
-        meter: what measures the passes.
         metrics: prefix/* that were predicted of the batch.
     """
 
     plan: Plan
-    memory: Memory
-    meter: Meter = field(default_factory=Meter)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -170,7 +165,7 @@ class Planner:
         if choice.plan is None:
             return StockPath(choice.why_stock, metrics)
         plan = replace(choice.plan, idle_groups=(*choice.plan.idle_groups, *idle))
-        return SharedPath(plan, self._costs.memory, metrics=metrics)
+        return SharedPath(plan, metrics)
 
     def _predicted_bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
         """Returns the share of a batch's time in which the stages of a pipeline are expected to wait, as a metric; {}

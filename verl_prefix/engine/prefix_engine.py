@@ -17,8 +17,11 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.config.actor import SKIP_ZERO_ADVANTAGE, role_of
 from verl_prefix.config.options import PrefixConfig
+from verl_prefix.core.meter import Meter
+from verl_prefix.core.plan import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.checks.verify import Verification
 from verl_prefix.engine.fields import RECORDS, ROUTES, TEACHER, flag
@@ -150,7 +153,11 @@ class PrefixEngine:
 
     def _prepare(self, given: BatchRows, loss: Loss, forward_only: bool) -> StockPath | SharedBatch:
         """Brings the rows of a mini-batch together, plans and checks them. Returns what the shared path computes, or
-        the decision for the stock path. Either has the metrics of what was done until then."""
+        the decision for the stock path. Either has the metrics of what was done until then.
+
+        All ranks leave at the same place. `only_stock_path` reads what all have alike, `plan` goes by maxima over
+        ranks, and `check` by sums over them.
+        """
         if self._planner is None:
             return StockPath("prefix.schedule=stock")
         if (stock_path := self._planner.only_stock_path(given, loss) or self._missed_check) is not None:
@@ -187,13 +194,15 @@ class PrefixEngine:
         self, batch: SharedBatch, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Computes a mini-batch by shared passes; returns verl's output of the rows that it gave, and metrics."""
-        rows, groups = batch.rows, batch.exchange.groups
-        path = self._with_memory(batch.path, rows, forward_only)
+        rows, groups, plan = batch.rows, batch.exchange.groups, batch.path.plan
+        memory, meter = self._choose_memory(plan, rows, forward_only)
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
         counts_tokens = rows.flag("use_dynamic_bsz", True)
-        advice = Advice(path.plan, path.memory, self._role, self.prefix_config, forward_only, counts_tokens)
+        advice = Advice(plan, memory, self._role, self.prefix_config, forward_only, counts_tokens)
         with advice.on_errors():
-            output, pass_metrics = self._passes.run(rows, groups, path, loss, forward_only, hides_padding=hides_padding)
+            output, pass_metrics = self._passes.run(
+                rows, groups, plan, memory, loss, forward_only, meter=meter, hides_padding=hides_padding
+            )
         output["model_output"], exchange_metrics = batch.exchange.give_back(output["model_output"])
         return output, {**batch.metrics, **pass_metrics, **exchange_metrics}
 
@@ -224,18 +233,18 @@ class PrefixEngine:
         tu.assign_non_tensor(data, batch_num_tokens=batch_num_tokens.item(), dp_size=ranks.data_size)
         return rows.with_data(data)
 
-    def _with_memory(self, path: SharedPath, rows: BatchRows, forward_only: bool) -> SharedPath:
-        """Returns the path with what its passes keep: in an update what every rank's device has room for. Every rank
-        calls it right before these passes.
+    def _choose_memory(self, plan: Plan, rows: BatchRows, forward_only: bool) -> tuple[Memory, Meter]:
+        """Returns what passes keep, and what measures them. An update keeps what every rank's device has room for.
+        Every rank calls it right before the passes.
 
         Args:
             rows: the rows that this rank computes.
         """
         if forward_only:
-            return path
+            return self.backend.memory(self.prefix_config), Meter()
         logits_once = self.backend.reads_logits_once(flags_of(rows.data)) and is_unscaled(rows.data)
-        memory = self._headroom.choose_memory(path.plan, self.prefix_config.keep_attention, logits_once)
-        return replace(path, memory=memory, meter=self._headroom.new_meter())
+        memory = self._headroom.choose_memory(plan, self.prefix_config.keep_attention, logits_once)
+        return memory, self._headroom.new_meter()
 
     def verls_forward_backward(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
@@ -254,6 +263,7 @@ class PrefixEngine:
         rows = BatchRows(data)
         if self.prefix_config.mini_batches == "prompts":
             (num_rows,) = ranks.sum_over_ranks([rows.num_real])
+            data = data.copy()  # the caller's stays as it is
             tu.assign_non_tensor(data, global_batch_size=int(num_rows) // ranks.model_size)
         if self._trace is not None:
             self._trace.record(rows, loss_function, ranks.max_over_ranks)

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.context import ForwardContext
 from verl_prefix.core.groups import Group
+from verl_prefix.core.meter import Meter
+from verl_prefix.core.plan import Plan
 from verl_prefix.core.planning import pad_to_same_passes
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.dead_rows import num_dead
@@ -16,7 +19,6 @@ from verl_prefix.engine.fields import RECORDS
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.metrics.pass_metrics import plan_metrics
 from verl_prefix.engine.pass_results import PassResults
-from verl_prefix.engine.planner import SharedPath
 from verl_prefix.engine.rows import BatchRows
 
 
@@ -30,10 +32,12 @@ class SharedPasses:
         self,
         rows: BatchRows,
         groups: Sequence[Group],
-        path: SharedPath,
+        plan: Plan,
+        memory: Memory,
         loss: Loss,
         forward_only: bool,
         *,
+        meter: Meter | None = None,
         hides_padding: bool = False,
         context_type: Callable[..., ForwardContext] = ForwardContext,
     ) -> tuple[dict[str, Any], dict[str, float]]:
@@ -42,13 +46,16 @@ class SharedPasses:
         Args:
             rows: the rows that this rank computes, with the fields that verl adds for a loss.
             groups: of these rows, with idle groups.
+            plan: of these groups.
+            memory: what the passes keep.
+            meter: what measures the passes.
             hides_padding: rows of padding are hidden from the loss (`PassResults`).
             context_type: as in `core.forward.PackedForward`.
 
         Returns:
             verl's output of the rows, and metrics.
         """
-        plan = pad_to_same_passes(path.plan, self._backend.ranks.max_over_ranks)
+        plan = pad_to_same_passes(plan, self._backend.ranks.max_over_ranks)
         # Routers count a row's last token in updates, which replay the routes that log-probs record (R2).
         last_tokens = self._backend.counts_last_tokens and (not forward_only or rows.flag(RECORDS))
         results = PassResults(
@@ -59,10 +66,10 @@ class SharedPasses:
             results.step,
             forward_only,
             offload=self._options.offload,
-            meter=path.meter,
+            meter=meter,
             kernel=self._options.attention,
-            keep_attention=path.memory.attention_kept,
-            logits_chunk=path.memory.chunk,
+            keep_attention=memory.attention_kept,
+            logits_chunk=memory.chunk,
             context_type=context_type,
         )
         with torch.no_grad() if forward_only else nullcontext(), _reporting_not_finite(results):

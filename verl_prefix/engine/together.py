@@ -88,9 +88,14 @@ def together(doing: str, maxima: Sequence[str] = (), same: Sequence[str] = ()) -
     except Exception as failure:  # whatever it is, the other ranks wait to hear of it; raised again below
         error = failure
     failed = 0 if error is None else dist.get_rank() + 1
-    reduced = torch.tensor([failed, *agreed.values()], dtype=torch.float64, device=get_device_id())
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-    failed, *maxima_of_all = map(int, reduced.tolist())
+    try:
+        reduced = torch.tensor([failed, *agreed.values()], dtype=torch.float64, device=get_device_id())
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+        failed, *maxima_of_all = map(int, reduced.tolist())
+    except RuntimeError as failure:  # the device's, or of a rank that is gone
+        if error is not None:
+            raise error from failure
+        raise
     if error is not None:
         raise error
     if failed:

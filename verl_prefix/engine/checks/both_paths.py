@@ -18,7 +18,6 @@ from verl_prefix.core.planning import make_plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss, LossFunction, is_call_with_logits
 from verl_prefix.engine.outputs import FLAGS
-from verl_prefix.engine.planner import SharedPath
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.shared_passes import SharedPasses
 
@@ -86,7 +85,7 @@ class BothPaths:
         plan = plan_to_check(sample.group, self._budget, schedule, nests=self._backend.ranks.pipeline_size == 1)
         loss = Loss(sample.loss, reads={"temperature", "verify_weight"})
         output, _ = self._passes.run(
-            sample.rows, [sample.group], SharedPath(plan, self._memory), loss, self._forward_only,
+            sample.rows, [sample.group], plan, self._memory, loss, self._forward_only,
             context_type=context_type,
         )  # fmt: skip
         return self._outputs(output)

@@ -109,6 +109,7 @@ class Verification:
             "prefix.verify waits for a batch whose results are finite on verl's own path: here %s are not; set "
             "actor_rollout_ref.actor.prefix.verify=off where none will come",
             listed(verdict.not_finite),
+            key=self._output_name,
         )
 
     def _is_due(self) -> bool:

@@ -83,7 +83,7 @@ METRICS = {
 REUSE = "prefix/reuse_fraction"
 
 # Counts that are reduced like metrics, and not reported: the log and `REUSE` are made of them.
-ROW_TOKENS = "tokens of rows"  # that the stock path computes, without padding
+ROW_TOKENS = "tokens of rows"  # without padding, and without each row's last token, which has no output
 GROUP_TOKENS = "tokens of groups"  # that the shared path would compute if every group were one pass
 SPLIT_PROMPTS = "split prompts"  # with rows in several mini-batches of an epoch
 # Of the first batch: what each value of prefix.trees computes, see `sharing_advice`.
