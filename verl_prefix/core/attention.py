@@ -108,8 +108,8 @@ class _KeyGradients:
     causal call's, and cross calls add to the gradients of its strands. Gradients of other prefix keys go to grad
     caches.
 
-    Where several additions may meet in one token of a strand, strands add up in an fp32 copy (fp64), as waves do in the
-    grad cache. Where one call reads one slice, the single addition is done in place.
+    Where several additions may meet in one token of a strand, gradients of 16 bits add up in an fp32 copy, as waves do
+    in the grad cache. Else they add up in place.
 
     Args:
         causal_grads: dk and dv [n, K, D] of the causal call.
@@ -122,11 +122,12 @@ class _KeyGradients:
         prefixes = [prefix for call in (causal, *crosses) for prefix in call.prefixes]
         read = [prefix.grad_tokens for prefix in prefixes if prefix.level == packed_row.source.level]
         self._own = [grad[causal.own_at] for grad in causal_grads]  # dk and dv of the packed row's own keys
-        self._adds_up = len(read) > 1 or any(isinstance(at, torch.Tensor) for at in read)
+        adds_up = len(read) > 1 or any(isinstance(at, torch.Tensor) for at in read)
+        wide = torch.promote_types(self._own[0].dtype, torch.float32)
+        self._is_copied = adds_up and self._own[0].dtype != wide
         self._strand_totals = [grad[: packed_row.num_strand_tokens] for grad in self._own]  # views of `_own`
-        if self._adds_up:
-            wide = torch.promote_types(self._own[0].dtype, torch.float32)
-            self._strand_totals = [total.to(wide, copy=True) for total in self._strand_totals]
+        if self._is_copied:
+            self._strand_totals = [total.to(wide) for total in self._strand_totals]
         self.send(causal, causal_grads)
 
     def send(self, call: Call, grads: Sequence[torch.Tensor]) -> None:
@@ -142,7 +143,7 @@ class _KeyGradients:
 
     def of_own_keys(self) -> list[torch.Tensor]:
         """dk and dv [T, K, D] of the packed row's own keys, after every call was sent."""
-        if self._adds_up:
+        if self._is_copied:
             for grad, total in zip(self._own, self._strand_totals, strict=True):
                 grad[: len(total)] = total
         return self._own
