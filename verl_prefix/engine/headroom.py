@@ -32,6 +32,7 @@ class Headroom:
 
     def __init__(self, backend: Backend, costs: CostModel) -> None:
         self._backend, self._costs = backend, costs
+        self.least = costs.memory  # what passes keep at least; log-probs keep no more
         self._is_known = get_device_name() == "cuda"
         self._peak_meter = Meter()  # the last one that was to measure a peak
         # In bytes.
@@ -47,8 +48,8 @@ class Headroom:
             return True
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + cached - self._backend.gradient_bytes()
-        shape, least = self._costs.shape, self._costs.memory
-        return peak_bytes(shape, None, passes, least, not self._backend.trains) <= free
+        shape = self._costs.shape
+        return peak_bytes(shape, None, passes, self.least, not self._backend.trains) <= free
 
     @contextmanager
     def measured_update(self) -> Iterator[None]:
@@ -80,7 +81,7 @@ class Headroom:
             keep_attention: `prefix.keep_attention`.
             logits_once: `Backend.reads_logits_once`.
         """
-        shape, least, ranks = self._costs.shape, self._costs.memory, self._backend.ranks
+        shape, least, ranks = self._costs.shape, self.least, self._backend.ranks
         may_keep = may_keep_attention(shape, least.checkpointed, keep_attention)
         may_have = may_have_all_logits(shape, least.logits_chunk, logits_once)
         room = math.inf

@@ -31,7 +31,7 @@ from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.metrics.step_metrics import StepMetrics
 from verl_prefix.engine.out_of_memory import Advice
 from verl_prefix.engine.outputs import flags_of, is_unscaled
-from verl_prefix.engine.planner import Planner, SharedPath, StockPath, cost_model_of
+from verl_prefix.engine.planner import Planner, StockPath, cost_model_of
 from verl_prefix.engine.routes import with_routes
 from verl_prefix.engine.row_checks import check_pixels, check_positions
 from verl_prefix.engine.rows import BatchRows
@@ -53,13 +53,13 @@ class SharedBatch(NamedTuple):
     Attributes:
         exchange: by which its rows came.
         rows: the rows that this rank computes, with the fields that verl adds for a loss.
-        path: how they are computed.
+        plan: of this rank's passes.
         metrics: of what was done so far.
     """
 
     exchange: Exchange
     rows: BatchRows
-    path: SharedPath
+    plan: Plan
     metrics: dict[str, float]
 
 
@@ -178,7 +178,7 @@ class PrefixEngine:
         if missed is not None:
             self._missed_check = missed
             return missed.after(metrics)
-        return SharedBatch(exchange, rows, path, {**metrics, **path.metrics})
+        return SharedBatch(exchange, rows, path.plan, {**metrics, **path.metrics})
 
     def _run_stock_path(
         self, path: StockPath, given: BatchRows, loss: Loss, forward_only: bool
@@ -194,7 +194,7 @@ class PrefixEngine:
         self, batch: SharedBatch, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Computes a mini-batch by shared passes; returns verl's output of the rows that it gave, and metrics."""
-        rows, groups, plan = batch.rows, batch.exchange.groups, batch.path.plan
+        rows, groups, plan = batch.rows, batch.exchange.groups, batch.plan
         memory, meter = self._choose_memory(plan, rows, forward_only)
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
         counts_tokens = rows.flag("use_dynamic_bsz", True)
@@ -241,7 +241,7 @@ class PrefixEngine:
             rows: the rows that this rank computes.
         """
         if forward_only:
-            return self.backend.memory(self.prefix_config), Meter()
+            return self._headroom.least, Meter()
         logits_once = self.backend.reads_logits_once(flags_of(rows.data)) and is_unscaled(rows.data)
         memory = self._headroom.choose_memory(plan, self.prefix_config.keep_attention, logits_once)
         return memory, self._headroom.new_meter()
