@@ -506,6 +506,9 @@ def test_the_example_of_session_pieces():
     table = torch.from_numpy(np.stack([rows, names, costs.view(np.int64)], 1))
     trunks, branches = costs_of_sessions([[0, 1], [2]], [7, 7], table, np.zeros(3))
     assert trunks == [14, 14] and branches == pytest.approx([3 + 4 + 6 + 0.3 + 0.6, 7 + 0.7])
+    # A third session of dead rows has no pieces, and the others have the same trunk as before.
+    trunks, with_dead = costs_of_sessions([[0, 1], [2], [3]], [7, 7, 7], table, np.zeros(4))
+    assert trunks == [14, 14, 14] and with_dead == [*branches, 0]
 
 
 def test_random_batches_arrive_whole_and_their_outputs_come_back_in_order(results):

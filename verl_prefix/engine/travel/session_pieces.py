@@ -93,7 +93,8 @@ def costs_of_sessions(
     sessions: Sequence[Sequence[int]], uids: Sequence[int], pieces: torch.Tensor, pixel_costs: Sequence[float]
 ) -> tuple[list[float], list[float]]:
     """Returns two costs for each session: that of its uid's trunk and pixels, and that of its other pieces. The pixels
-    cost as much as those of the uid's row that shows most.
+    cost as much as those of the uid's row that shows most. A session without pieces, which no pass computes, does not
+    make the trunk shorter.
 
     Args:
         sessions: the table rows of each session.
@@ -105,12 +106,13 @@ def costs_of_sessions(
     trunk_costs = [0.0] * len(sessions)
     branch_costs = [0.0] * len(sessions)
     for sessions_of_uid in rows_by_key(uids).values():
+        num_computed = sum(bool(session_pieces[session]) for session in sessions_of_uid)
         num_sessions = Counter(name for session in sessions_of_uid for name in session_pieces[session])
-        trunk = {name for name, num in num_sessions.items() if num == len(sessions_of_uid)}
+        trunk = {name for name, num in num_sessions.items() if num == num_computed}
         trunk_cost, most_pixels = 0.0, 0.0
         for session in sessions_of_uid:
             cost_in_trunk = sum(cost for name, cost in session_pieces[session].items() if name in trunk)
-            trunk_cost += cost_in_trunk / len(sessions_of_uid)  # a mean: sessions may differ, see `describe_pieces`
+            trunk_cost += cost_in_trunk / max(num_computed, 1)  # a mean: sessions may differ, see `describe_pieces`
             most_pixels = max(most_pixels, *(pixel_costs[table_row] for table_row in sessions[session]))
         for session in sessions_of_uid:
             trunk_costs[session] = trunk_cost + most_pixels
