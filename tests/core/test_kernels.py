@@ -103,8 +103,11 @@ def test_merge_of_two_key_sets_is_attention_over_both():
 
 
 def test_empty_segments_never_reach_a_kernel():
-    with pytest.raises(AssertionError, match="empty segment"):
-        Spans((0, 3, 3), (0, 3, 5))
+    for q, q_segments in (((0, 3, 3), ()), ((0, 3, 5), (0, 3, 3, 5))):
+        with pytest.raises(AssertionError, match="empty span or segment"):
+            Spans(q, (0, 3, 5), q_segments=q_segments)
+    with pytest.raises(AssertionError, match="0, 2, 5"):  # the segment from 2 on would read keys of two spans
+        Spans((0, 3, 5), (0, 3, 5), q_segments=(0, 2, 5))
 
 
 def test_installed_torch_has_the_cuda_op_schemas_that_we_call():

@@ -149,7 +149,7 @@ def labels_of_the_strand_s_row(patch):
 
     def off(*args, **named):
         reads = made(*args, **named)
-        return reads and reads._replace(level_of=reads.level_of.roll(1), row_tokens=reads.row_tokens.roll(1))
+        return reads and reads._replace(level_of=reads.level_of.roll(1), packed_tokens=reads.packed_tokens.roll(1))
 
     patch.setattr(packed_rows, "index_outputs", off)
 

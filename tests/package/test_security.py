@@ -35,7 +35,11 @@ STARTS = {"subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.c
 # Asserts that do more than tell mypy a type. `python -O` drops them, so none may be of what a user gives.
 INVARIANTS = {
     "backends/pipeline.py": ["plan.depth < 2"],
-    "core/calls.py": ["len(self.q) == len(self.k)", "all((b > a for a, b in pairwise(bounds)))"],
+    "core/calls.py": [
+        "len(self.q) == len(self.k)",
+        "not self.q_segments or {*self.q} <= {*self.q_segments}",
+        "all((b > a for a, b in pairwise(bounds)))",
+    ],
     "core/states.py": [
         "start == end",
         "of == 'strands' or sum((len(found.numbers) for found in starts)) == sum((end > 0 for _, end in ends))",

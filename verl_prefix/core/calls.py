@@ -25,7 +25,7 @@ class Spans:
 
     Attributes:
         q, k: n + 1 increasing ints for n spans, from 0 on.
-        q_segments: bounds of the segments among the queries; spans have several each. The reference kernel, and the CPU
+        q_segments: bounds of the segments among the queries: all of `q`, and more. The reference kernel, and the CPU
             kernel in its forward, take one segment at a time, so that the rows beside a row do not change its bits.
             Empty: as `q`.
     """
@@ -37,8 +37,9 @@ class Spans:
 
     def __post_init__(self) -> None:
         assert len(self.q) == len(self.k), (self.q, self.k)
-        for bounds in (self.q, self.k):
-            assert all(b > a for a, b in pairwise(bounds)), f"empty segment in {bounds}"
+        for bounds in (self.q, self.k, self.q_segments):
+            assert all(b > a for a, b in pairwise(bounds)), f"empty span or segment in {bounds}"
+        assert not self.q_segments or {*self.q} <= {*self.q_segments}, (self.q, self.q_segments)
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields (query start, query end, key start, key end) of each span."""

@@ -152,7 +152,7 @@ class PackedForward:
         if self.model.is_early_stage or index is None:
             return outputs
         is_own = index.level_of == packed_row.source.level
-        if is_own.all() and torch.equal(index.row_tokens, packed_row.head_tokens):  # always in groups of one prompt
+        if is_own.all() and torch.equal(index.packed_tokens, packed_row.head_tokens):  # always in groups of one prompt
             return outputs
         return _gather_from_levels(outputs, packed_row, index, caches)
 
@@ -200,7 +200,7 @@ def _gather_from_levels(
     for level in index.level_of.unique().tolist():
         is_here = index.level_of == level
         computed = packed_row.levels[level].head_tokens
-        at = on_device(torch.searchsorted(computed, index.row_tokens[is_here]), outputs.device)
+        at = on_device(torch.searchsorted(computed, index.packed_tokens[is_here]), outputs.device)
         if level == packed_row.source.level:
             part = outputs[at]
         else:

@@ -113,7 +113,7 @@ class Group:
 
     @property
     def output_lens(self) -> tuple[int, ...]:
-        """Number of outputs that each row reads: one for each response token."""
+        """Number of outputs of each row: one for each response token; one more after `Plan.with_last_tokens`."""
         return tuple(end - first for end, first in zip(self.row_ends, self.first_outputs, strict=True))
 
     @property

@@ -126,11 +126,11 @@ class OffloadedPrefixCache(PrefixCache):
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         """Whether the graph holds a saved tensor itself, so that nothing of it goes to the host."""
-        # No plain tensors are parameters, also FSDP2's gathered ones, whose storage FSDP2 frees and fills; and
-        # subclasses (DTensor), which have no storage of their own. Linear saves a view of a parameter, weight.t().
+        # Subclasses stay: parameters, also gathered ones, whose storage FSDP2 frees and fills; and DTensors, which have
+        # no storage of their own. Linear saves a view of a parameter, weight.t().
         if type(tensor) is not torch.Tensor or isinstance(tensor._base, torch.nn.Parameter):
             return True
-        if tensor.device != self.device or not tensor.is_floating_point():
+        if tensor.device != self.device or not tensor.is_floating_point():  # indices are small, and calls share them
             return True
         # The storage counts, not the tensor: a small view keeps the whole storage alive.
         return tensor.untyped_storage().nbytes() < TINY_BYTES

@@ -16,23 +16,23 @@ class OutputIndex(NamedTuple):
     Attributes:
         places: [n] int64, the place in the batch of each output.
         level_of: [n] int64, the level of the prefix source whose packed row computes each.
-        row_tokens: [n] int64, the token of that packed row that computes each.
+        packed_tokens: [n] int64, the token of that packed row that computes each.
     """
 
     places: torch.Tensor
     level_of: torch.Tensor
-    row_tokens: torch.Tensor
+    packed_tokens: torch.Tensor
 
     def only(self, is_read: torch.Tensor, level: int) -> "OutputIndex":
         """The outputs of the batch's tokens `is_read` [N] (bool), and in any case one that `level` computes."""
         chosen, is_own = is_read[self.places], self.level_of == level
         if not (chosen & is_own).any():
             chosen[is_own.nonzero()[0]] = True
-        return OutputIndex(self.places[chosen], self.level_of[chosen], self.row_tokens[chosen])
+        return OutputIndex(self.places[chosen], self.level_of[chosen], self.packed_tokens[chosen])
 
     def tokens_at(self, level: int) -> torch.Tensor:
         """[m] int64: the tokens of the packed row of `level` that compute outputs, in ascending order, each once."""
-        tokens = self.row_tokens[self.level_of == level]
+        tokens = self.packed_tokens[self.level_of == level]
         return tokens.bincount().nonzero()[:, 0]  # as `unique`, which sorts and so takes longer
 
 

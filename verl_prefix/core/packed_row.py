@@ -6,8 +6,8 @@
 
 A packed row knows the place of each of its tokens in the batch. So tokens keep their positions, and outputs go back to
 where they belong. In groups of one prompt, cross calls read slices of the prefixes, and no key or value is copied.
-In deeper trees, and where a window cuts a path, keys are copied. What remains of a path that a window cuts is read in
-the causal call (`call_builder`).
+In deeper trees keys are copied, unless all keys of a call are one run. They are also copied where a window cuts a path:
+what remains of it is read in the causal call (`call_builder`).
 
 Where passes nest, segments read strands of the packed rows around theirs as well (`prefix_source`). A cross call reads
 those of one packed row.

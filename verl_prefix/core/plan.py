@@ -162,8 +162,8 @@ class Plan:
         return [phased[start : start + self.at_once] for start in range(0, len(phased), self.at_once)]
 
     def with_last_tokens(self) -> "Plan":
-        """The plan that also computes the last token of each of its rows, for routers that count it. Nobody reads its
-        output: a `TokenBatch.is_read` leaves it out. Passes are longer by a token per row."""
+        """The plan that also computes the last token of each of its rows, for routers that count it. Nobody may read
+        its output: a `TokenBatch.is_read` has to leave it out. Passes are longer by a token per row."""
         return replace(self, passes=tuple(planned.with_last_tokens() for planned in self.passes))
 
 

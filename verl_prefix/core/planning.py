@@ -47,10 +47,10 @@ def make_plan(
         schedule: "packed": all groups in packed passes; a group that exceeds the budget is cut into pieces. "phased":
             phase A, waves, phase C for all. "auto": packed where the whole group fits the budget, phased where it does
             not.
-        wave_tokens: the most suffix tokens of one wave. Waves are smaller where prefixes, whose graph stays alive,
-            leave less of the budget. None: what prefixes leave. A number is ignored where `leaves_room` is False: a
-            budget may follow from a batch, when it is too late to refuse an option. So callers ask `leaves_room`, and
-            refuse the number or warn of it.
+        wave_tokens: the most suffix tokens of one wave, and the most tokens of a nested packed pass. Waves are smaller
+            where prefixes, whose graph stays alive, leave less of the budget. None: what prefixes leave. A number is
+            ignored where `leaves_room` is False: a budget may follow from a batch, when it is too late to refuse an
+            option. So callers ask `leaves_room`, and refuse the number or warn of it.
         offload: prefixes wait in host memory during the waves, and do not count.
         least_wave: tokens that a wave may always have, whatever prefixes leave; not in passes that nest others.
         nests: a group may become nested passes, where these compute fewer tokens than its pieces; or as many, and they

@@ -74,15 +74,15 @@ def read_stretches(group: Group) -> list[Stretch]:
 
 
 def _units_by_fork(group: Group) -> dict[Fork, list[Load]]:
-    """Each unit of a group, by the fork of its longest suffix. There are none if in some unit a row with outputs leaves
-    the path before that fork, or if a unit has no strand before it."""
+    """Each unit of a group, by the fork of its suffix. There are none if in some unit a row with outputs leaves the
+    path before that fork, or if a unit has no strand before it."""
     units: dict[Fork, list[Load]] = {}
     output_lens = group.output_lens
     for start, end in units_of(group):
-        longest = max(range(start, end), key=lambda i: group.suffix_lens[i])
-        path = {strand: until for strand, _, until in group.strands_before(group.forks[longest])}
+        last = max(range(start, end), key=lambda i: group.suffix_lens[i])  # the only row of the unit with a suffix
+        path = {strand: until for strand, _, until in group.strands_before(group.forks[last])}
         forks = [group.forks[i] for i in range(start, end) if output_lens[i]]
         if not path or any(fork.start > path.get(fork.strand, 0) for fork in forks):
             return {}
-        units.setdefault(group.forks[longest], []).append(Load(group.suffix_lens[longest], tuple(range(start, end))))
+        units.setdefault(group.forks[last], []).append(Load(group.suffix_lens[last], tuple(range(start, end))))
     return units

@@ -31,7 +31,7 @@ class CountedForward(PackedForward):
         if index is None or not isinstance(packed_row.places, FakeTensor):
             return super().gather_outputs(outputs, packed_row, caches)
         total, left = (
-            len(index.row_tokens),
+            len(index.packed_tokens),
             sum(map(functools.partial(_read_around, packed_row), packed_row.groups)),
         )
         if total == len(outputs) and not left:
