@@ -63,7 +63,7 @@ class FSDPStockPath:
         )
 
     def run(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        """Computes a batch without fused kernels; returns verl's output.
+        """Computes a batch, without fused kernels if `turned_off_fused`; returns verl's output.
 
         Where verl would compute the model wrong, its way through the batch changes:
 

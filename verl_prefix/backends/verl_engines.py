@@ -1,4 +1,13 @@
-"""What backends use of verl's engines, beside `engine.backend.VerlEngine`. After an upgrade of verl look here first."""
+"""What backends call of verl's engines, beside `engine.backend.VerlEngine`. After an upgrade of verl look here first,
+then at what backends override or replace:
+
+    fsdp                                 `_build_module`, `_build_lora_module`, `load_checkpoint`
+    veomni                               `_maybe_apply_async_activation_offload`, `initialize`
+    stock_path, hugging_face             `use_ulysses_sp`
+    stock_replay                         `prepare_model_inputs`, `prepare_model_outputs`
+    megatron                             `preprocess_thd_engine` of verl's Megatron losses
+    megatron_check                       `_routed_num_tokens`
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

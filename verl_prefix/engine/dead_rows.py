@@ -52,8 +52,8 @@ def has_gradient(loss: Loss, rows: BatchRows, numbers: Sequence[int], process_gr
     """Whether verl's loss of the rows with these `numbers` has a gradient in any of their outputs. No model runs.
 
     The loss is computed of a few rows at a time, twice: with log-probs equal to the old ones, where nothing is clipped,
-    and 0.1 above these, where the ratio is off 1 and not clipped yet. Each rank stops at its first rows with a
-    gradient: these losses have no collectives.
+    and 0.1 above these, where the ratio is off 1. Each rank stops at its first rows with a gradient: these losses have
+    no collectives.
     """
     for start in range(0, len(numbers), _CHECKED_AT_ONCE):
         batch = rows.select(numbers[start : start + _CHECKED_AT_ONCE])

@@ -27,7 +27,8 @@ class Headroom:
                                   allocated after the last one)
 
     "Largest added" is an estimate: `choose_memory` predicts what each update adds, and the largest one counts. Of the
-    allocator's cache no more is taken to be free, since the rest may be in pieces that no pass can use.
+    allocator's cache a capacity has no more, since the rest may be in pieces that no pass can use. `fits` counts the
+    whole cache: where it errs, verl's own path has no more room, and sharing is not what made it fail.
     """
 
     def __init__(self, backend: Backend, costs: CostModel) -> None:

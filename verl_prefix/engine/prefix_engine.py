@@ -78,9 +78,9 @@ class PrefixEngine:
     _verification: Verification
     _step_metrics: StepMetrics
     _trace: TraceWriter | None = None
-    # From `initialize` on:
+    # From `initialize` on, but with prefix.schedule=stock:
     _headroom: Headroom
-    _planner: Planner | None = None  # with prefix.schedule=stock it stays None
+    _planner: Planner | None = None
     _tree_rule: TreeRule
     # Later:
     _missed_check: StockPath | None = None  # that of every batch, after a check missed under verify_action=fallback
@@ -193,9 +193,10 @@ class PrefixEngine:
     def _run_shared_path(
         self, batch: SharedBatch, loss: Loss, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Computes a mini-batch by shared passes; returns verl's output of the rows that it gave, and metrics."""
+        """Computes a mini-batch by shared passes; returns verl's output of the given rows, and metrics."""
         rows, groups, plan = batch.rows, batch.exchange.groups, batch.plan
         memory, meter = self._choose_memory(plan, rows, forward_only)
+        # Whole prompts may need as much padding as there are rows. Else verl pads as much, and its metrics have it.
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
         counts_tokens = rows.flag("use_dynamic_bsz", True)
         advice = Advice(plan, memory, self._role, self.prefix_config, forward_only, counts_tokens)

@@ -1,4 +1,4 @@
-"""Self-check of a run: one group through the shared-prefix path and through the stock path, on the run's own weights.
+"""Self-check of a run: a group of each rank on the shared-prefix path and the stock path, with the run's own weights.
 
 All figures are in units of noise: how far the shared path is off, divided by how far rounding alone moves the result.
 

@@ -3,10 +3,10 @@
     rank 0: a0 b0 c0 d0  ->  a0 a1 d0 d1      verl's trainers spread a prompt's rows over ranks; where a row is computed
     rank 1: a1 b1 c1 d1      b0 b1 c0 c1      changes neither sums over ranks nor what the row gives back
 
-Each way takes a fixed number of collectives, all of tensors. Rows and tables go through the group of ranks that have
-different rows (`Ranks.data_group`). After each piece of work `together` asks all ranks of the job, model-parallel ones
-too, whether it went well. So an error on one rank is an error on all, and no rank waits for another in vain. Only
-sending tables and rows, and making buffers for tables, is outside of that.
+Each way takes the same collectives on every rank, all of tensors. Rows and tables go through the group of ranks that
+have different rows (`Ranks.data_group`). After each piece of work that may fail on one rank `together` asks all ranks
+of the job, model-parallel ones too, whether it went well. So an error on one rank is an error on all, and no rank waits
+for another in vain. Outside of that is only what ranks do alike: making and sending tables, and sending rows.
 """
 
 import itertools
