@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -307,7 +308,13 @@ def test_a_value_of_trees_that_changes_nothing_is_not_tried(folder, trees, turns
     assert [x for x in tried if "prefix.trees=" in x] == [f"{PREFIX}.trees={level}" for level in told]
 
 
-def test_a_config_of_the_users_own_composes(folder, tmp_path):
+@pytest.mark.parametrize("linked", [False, True], ids=["", "with verl behind a link"])
+def test_a_config_of_the_users_own_composes(folder, tmp_path, monkeypatch, linked):
+    if linked:
+        installed = tmp_path / "some" / "environment" / "verl"
+        installed.parent.mkdir(parents=True)
+        installed.symlink_to(Path(verl.__file__).parent)
+        monkeypatch.setattr(verl, "__spec__", spec_from_file_location("verl", installed / "__init__.py"))
     lines = ("hydra: {searchpath: [pkg://verl.trainer.config]}", "defaults: [ppo_trainer, _self_]",
              "data: {max_response_length: 24}")  # fmt: skip
     (tmp_path / "mine.yaml").write_text("\n".join(lines))

@@ -56,12 +56,13 @@ def config_of(words: list[str], path: str | None, name: str | None) -> tuple[str
     Hydra, where it gives no `path` or `name` of its own."""
     module = next((match[2] for word in words if (match := MAIN.fullmatch(word))), "trainer.main_ppo")
     verl = importlib.util.find_spec("verl")
-    home = Path((verl and verl.origin) or "").parent
+    home = Path(os.path.realpath((verl and verl.origin) or "")).parent  # verl may be installed behind a link
     file = home / (module.replace(".", "/") + ".py")
     text = file.read_text() if file.is_file() else ""
     decorated = re.search(r'@hydra\.main\(config_path="(.+?)", config_name="(.+?)"', text)
     named = decorated.groups() if decorated else (CONFIG_PATH, CONFIG_NAME)
-    return os.path.relpath(file.parent / (path or named[0]), home / "trainer"), name or named[1]
+    folder = os.path.realpath(file.parent / (path or named[0]))
+    return os.path.relpath(folder, home / "trainer"), name or named[1]
 
 
 class Turns(NamedTuple):
