@@ -602,7 +602,8 @@ def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
     ("phase", "advised"),
     [
         ("packed", "schedule=phased"), ("phase_a", "offload=True"), ("phase_a", "enable_gradient_checkpointing=True"),
-        ("phase_c", "enable_gradient_checkpointing=True"), ("wave", "enable_gradient_checkpointing=True"),
+        ("phase_c", "enable_gradient_checkpointing=True"), ("wave", "offload=True"),
+        ("wave", "enable_gradient_checkpointing=True"),
     ],
 )  # fmt: skip
 def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
@@ -618,7 +619,9 @@ def test_out_of_memory_advises_nothing_that_is_set_already(phase, advised):
             failed.prefix_phase = phase
             raise failed
         (note,) = error.value.__notes__
-        helps = "offload parameters" if phase == "wave" else "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        helps = {"wave": "shard the model over more GPUs"}.get(
+            phase, "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        )
         assert (advised in note) == is_advised and helps in note
 
 

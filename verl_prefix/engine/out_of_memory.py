@@ -69,7 +69,8 @@ class Advice:
             case "phase_c":
                 ways = [*checkpoints, fewer]
             case "wave":
-                ways = [self._shorter_waves([*([fewer] if self.forward_only else checkpoints), "offload parameters"])]
+                others = [fewer] if self.forward_only else [*offload, *checkpoints]
+                ways = [self._shorter_waves([*others, "shard the model over more GPUs"])]
         return ", or ".join(ways)
 
     def _keep_less(self) -> str:
