@@ -133,11 +133,11 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.prefix.loss_weights=turns", r"prefix.loss_weights='turns': set one of rows, sessions"),
         (
             f"{ACTOR}.prefix.loss_weights=sessions {ACTOR}.policy_loss.loss_mode=dro",
-            r"loss_mode=dro is no multiple; set it to one of vanilla.*, or .*loss_weights=rows",
+            r"loss_mode=dro is not; set it to one of vanilla.*, or .*loss_weights=rows",
         ),
         (
             f"{ACTOR}.prefix.loss_weights=sessions {ACTOR}.policy_loss.loss_mode=kl_cov {ACTOR}.prefix.schedule=stock",
-            r"loss_mode=kl_cov is no multiple; set it to one of vanilla",
+            r"loss_mode=kl_cov is not; set it to one of vanilla",
         ),
         (f"{ACTOR}.prefix.exchange=on", r"prefix.exchange='on': set one of auto, off"),
         (f"{ACTOR}.prefix.schedule=tree", r"prefix.schedule='tree': set one of auto, packed, phased, stock"),
@@ -446,7 +446,7 @@ def test_mini_batches_of_prompts_are_refused_where_verls_trainer_makes_them(use_
         start(composed(f"{ACTOR}.prefix.loss_weights=sessions", *options[1:]))
     weighed = f"{ACTOR}.prefix.loss_weights=sessions", "trainer.v1.trainer_mode=prefix_sync"
     OmegaConf.resolve(composed(*weighed))
-    with pytest.raises(InterpolationResolutionError, match="no loss reads under .*; set .*loss_weights=rows"):
+    with pytest.raises(InterpolationResolutionError, match="teacher's losses under .*; set .*loss_weights=rows"):
         OmegaConf.resolve(composed(*weighed, "distillation.enabled=True"))
     replayed = f"{ACTOR}.fsdp_config.router_replay.mode=R2", "algorithm.rollout_correction.bypass_mode=True"
     with pytest.raises(InterpolationResolutionError, match="mode=R2, .*no routed_experts, .*bypass_mode=False"):

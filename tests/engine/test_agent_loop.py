@@ -204,6 +204,11 @@ def test_the_trainer_asks_for_it_where_our_engine_alone_reads_pixels(config, mon
     assert chosen() == MANAGER and load_class_from_fqn(MANAGER) is SharedPixelsManager
     assert chosen(model_engine="dp") is None
     assert chosen(critic__enable=True) is None
+    of_verl = "verl.workers.config.FSDPActorConfig"
+    assert chosen(actor_rollout_ref__ref___target_=of_verl) == MANAGER, "no ref is built"
+    kl = "actor_rollout_ref__actor__use_kl_loss"
+    assert chosen(**{kl: True}) == MANAGER
+    assert chosen(**{kl: True}, actor_rollout_ref__ref___target_=of_verl) is None
     assert chosen(skip__rollout_tq__enable=True) is None
     assert chosen(trainer__v1__sampler__custom_sampler__path="sampler.py") is None
     assert chosen(actor_rollout_ref__rollout__agent__agent_loop_manager_class="my.Manager") == "my.Manager"

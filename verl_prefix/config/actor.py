@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from verl.workers.config import PolicyLossConfig
 
-from verl_prefix.config.engines import FSDP2, VEOMNI, Engine, slices_of
+from verl_prefix.config.engines import FSDP2, MEGATRON, VEOMNI, Engine, slices_of
 from verl_prefix.config.model import check_model_family, check_sequence_parallel, read_hf_config, refuse
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.versions import check_versions, warn_once
@@ -69,10 +69,11 @@ def pass_size_key(role: str, forward_only: bool, counts_tokens: bool = True) -> 
 
 
 def refuse_padding(key: str, engine: Any) -> None:
-    """Refuses `pad_to_length`, where `key` is that of the engine's section."""
+    """Refuses `pad_to_length`, where `key` is that of the engine's section. By verl's YAML an actor's or ref's own key
+    of this name fills the section's in; critics and Megatron have no such key."""
     role = role_of(engine)
-    others, both = ("", "it to False") if role == "critic" else (f", or {role}'s", "both to False")
-    keys = (key,) if role == "critic" else (key, role)
+    keys = [key] if role == "critic" or engine.on is MEGATRON else [key, role]
+    others, both = ("", "it to False") if len(keys) == 1 else (f", or {role}'s", "both to False")
     refuse(
         engine.pad_to_length,
         f"{key}.pad_to_length=True{others}: the prefix engine packs without padding; set {both}: "
@@ -239,8 +240,9 @@ class PrefixActor:
         mode = self.policy_loss.get("loss_mode", "vanilla")
         refuse(
             self.prefix.loss_weights == "sessions" and mode in ("dro", *LOSSES_OF_PASSES),
-            f"{WEIGHTS}=sessions scales advantages, of which {key}.policy_loss.loss_mode={mode} is no multiple; set it "
-            f"to one of {', '.join(MULTIPLES_OF_ADVANTAGE)}, or {WEIGHTS}=rows",
+            f"{WEIGHTS}=sessions scales advantages, and needs a loss that adds up rows, each by its advantage; "
+            f"{key}.policy_loss.loss_mode={mode} is not; set it to one of {', '.join(MULTIPLES_OF_ADVANTAGE)}, or "
+            f"{WEIGHTS}=rows",
         )
         if self.prefix.schedule != "stock":
             refuse_norm_by_pass(key, self)

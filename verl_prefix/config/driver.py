@@ -70,8 +70,8 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
         )
     refuse(
         mode_is_ours and not v1,
-        f"trainer.v1.trainer_mode={mode} is for verl.trainer.main_ppo with trainer.use_v1=true; remove it, since "
-        "mini-batches keep prompts whole here without it, or use that trainer",
+        f"trainer.v1.trainer_mode={mode} is for verl.trainer.main_ppo with trainer.use_v1=true; remove it, since here "
+        "actor.use_prefix_grouper keeps prompts whole in mini-batches, or use that trainer",
     )
     why = by == "prompts" and has_critic(config) and _cut_otherwise(config)
     refuse(why, f"{key}=prompts, and {why} algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows")
@@ -82,7 +82,7 @@ def _check_distillation(config: DictConfig) -> None:
     for key, allowed, why in (
         (SKIP_ZERO_ADVANTAGE, False, "leaves out rows that have a gradient"),
         (TRACES, None, "records no loss"),
-        (WEIGHTS, "rows", "weighs advantages, which no loss reads"),
+        (WEIGHTS, "rows", "weighs advantages, and not the teacher's losses"),
     ):
         value = OmegaConf.select(config, key)
         told = "null" if allowed is None else allowed
@@ -105,9 +105,23 @@ def _cut_otherwise(config: DictConfig) -> str:
 
 def has_ref(config: DictConfig) -> bool:
     """Whether a ref engine of ours is built."""
+    return _builds_ref(config) and _ref_is_ours(config)
+
+
+def has_verls_ref(config: DictConfig) -> bool:
+    """Whether a ref engine of verl's own is built."""
+    return _builds_ref(config) and not _ref_is_ours(config)
+
+
+def _builds_ref(config: DictConfig) -> bool:
+    needs = "algorithm" in config and need_reference_policy(config)
+    return needs and not trains_adapters(config.actor_rollout_ref.model)
+
+
+def _ref_is_ours(config: DictConfig) -> bool:
     roles = config.actor_rollout_ref
-    is_ours = roles.ref.get("_target_") == roles.actor.get("_target_")
-    return is_ours and "algorithm" in config and need_reference_policy(config) and not trains_adapters(roles.model)
+    same: bool = roles.ref.get("_target_") == roles.actor.get("_target_")
+    return same
 
 
 def _check_waves(config: DictConfig) -> None:

@@ -118,7 +118,7 @@ class PrefixMegatronActorConfig(PrefixActor, McoreActorConfig):
         check_model_options(model_config)
         key, optimizer = "actor_rollout_ref.actor.optim.optimizer", self.optim.optimizer
         known = optimizer in ("adam", "sgd")
-        refuse(not known, f"{key}={optimizer}: megatron-core 0.16.1 builds adam and sgd alone; set one of them")
+        refuse(not known, f"{key}={optimizer}: verl builds adam and sgd alone with megatron-core 0.16.1; set one")
         replay = self.megatron.router_replay.mode
         refuse(
             replay != "disabled" and not model_config.get("use_remove_padding"),
@@ -253,8 +253,8 @@ def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
     name = f"{key}.override_transformer_config.moe_router_load_balancing_type"
     refuse(
         not set(kinds) <= {"none", "aux_loss", "seq_aux_loss"},
-        f"{name}={balancing} balances experts over more than a pass, and shared passes are of other tokens; set {name}="
-        f"none, {STOCK}",
+        f"{name}={balancing} balances experts by all tokens of a pass, or of several, and shared passes have other "
+        f"tokens; set {name}=none, {STOCK}",
     )
     balanced = set(kinds) != {"none"} and bool(kinds)
     refuse(

@@ -124,7 +124,8 @@ class TraceWriter:
             )
         if full:
             written, most = self.num_bytes / 2**30, self.max_bytes / 2**30
-            return self._end(f"trace_max_steps={self.max_steps}, {written:.2f} of {most:.2f} GiB")
+            gib = f"trace_max_gib={most * self.world_size:g}, of which this rank wrote {written:.2f} of its {most:.2f}"
+            return self._end(f"trace_max_steps={self.max_steps} or {gib}")
         try:
             if self.writes:  # any rank may be the first
                 self.folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)

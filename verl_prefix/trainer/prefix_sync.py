@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_prefix.config.driver import has_critic
+from verl_prefix.config.driver import has_critic, has_verls_ref
 from verl_prefix.trainer.mini_batches import fill_mini_batches, padded, whole_prompts
 from verl_prefix.trainer.watchdog import VARIABLE, Watchdog, stall_minutes
 from verl_prefix.versions import check_versions
@@ -293,10 +293,12 @@ class PrefixPPOTrainerSeparateAsync(WholeGroups, PPOTrainerSeparateAsync):
 
 
 def _only_we_read_pixels(config: DictConfig) -> bool:
-    """Whether all that reads rows' pixels is our engine: no critic, and no option of verl that stores or drops rows."""
+    """Whether all that reads rows' pixels is our engine: no critic, no ref of verl's own, and no option of verl that
+    stores or drops rows."""
     return (
         config.get("model_engine") == "prefix"
         and not has_critic(config)
+        and not has_verls_ref(config)
         and not OmegaConf.select(config, "skip.rollout_tq.enable")
         and not OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
     )
