@@ -63,7 +63,7 @@ class Model(Protocol):
         """Runs a packed row [T] forward; returns the outputs [n, k] of `forward_context.head_tokens` [n]. Either these
         require a gradient on all ranks, whatever their tokens are, or on none: that decides whether there is a phase C.
 
-        With `of_head` None nobody reads the result. It is [n, 1], without lm_head, and depends on every layer's
+        With `of_head` None nobody reads the result. It is [n, 1], mostly without lm_head, and depends on each layer's
         attention: phase C walks its graph, and a layer that is not in it loses the gradients that waves sent."""
 
 

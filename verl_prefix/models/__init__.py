@@ -1,1 +1,1 @@
-"""The Hugging Face side: hooks attention and recurrent layers up, sees pixels once, and refuses other models."""
+"""Hooks models of Hugging Face, VeOmni and megatron-core up, sees pixels once, and refuses other models."""

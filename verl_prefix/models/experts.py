@@ -86,6 +86,9 @@ class CountedRouters(ExpertLoads):
 
     Routers are modules that transformers records as `router_logits`, and that return their choice, [T, chosen] int64,
     beside the logits.
+
+    Args:
+        model: Hugging Face's, or FSDP2's root of it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@ class ChunkedHead:
     Args:
         forward: the forward that it replaces: the class's, or one that others put on the instance.
         of_head: as in `core.forward.Model.token_outputs`.
+        chunk: tokens.
 
     Attributes:
         result: what it returned last.

@@ -16,7 +16,8 @@ class HiddenStateModel(HookedModel):
     model may have any head, which does not run.
 
     Raises:
-        RuntimeError: the model's forward, which does not run, is in a wrapper whose context is not on, or has hooks.
+        RuntimeError: the model's forward, which does not run, is in a wrapper that `check_contexts` refuses, or has
+            hooks.
     """
 
     def _needs_all_logits(self, lm_head: object, of_head: object) -> bool:

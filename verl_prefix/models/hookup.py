@@ -1,7 +1,7 @@
 """Hooks a Hugging Face model up: grouped attention in its layers, lm_head and most of the last layer on few tokens.
 
-Our attention is registered with transformers' AttentionInterface. A pass selects it for its own duration alone, so that
-verl's own path keeps the implementation that the user chose.
+Our attention is registered with transformers' AttentionInterface. It is selected in `HookedModel.grouped_attention`
+alone, which a run holds open around its passes, so that verl's own path keeps the implementation that the user chose.
 """
 
 import functools
@@ -92,7 +92,7 @@ class HookedModel:
     Attributes:
         model: every forward enters through it, so that its hooks run.
         replays: its routers do what `ForwardContext.routes` says.
-        text_config: of its text model. expert_loads: of its updates.
+        text_config: of its text model. expert_loads: of its updates. is_early_stage: of `core.forward.Model`.
     """
 
     is_early_stage = False
@@ -137,8 +137,9 @@ class HookedModel:
         Args:
             input_ids: [T] int64. position_ids: [T] or [4, T] int64.
             forward_context: with `head_tokens` [n].
-            of_head: (which of `head_tokens`, [m] int64; their logits [m, vocabulary]) -> [m, k]; None: sums of hidden
-                states come back, [n, 1], and lm_head's weight gets no gradient.
+            of_head: (which of `head_tokens`, [m] int64; their logits [m, vocabulary]) -> [m, k]; None: sums come back,
+                [n, 1]. They are of hidden states, so that lm_head's weight gets no gradient. Of a critic, and where
+                others see all logits, they are of logits.
             pixels: of a vision model, `PixelBatch.of` this row.
 
         Raises:
@@ -216,7 +217,8 @@ class HookedModel:
             )
 
     def _needs_all_logits(self, lm_head: torch.nn.Module, of_head: HeadFn | None) -> bool:
-        """Whether somebody behind lm_head has to see all logits. One warning says who."""
+        """Whether somebody behind lm_head has to see all logits: the model itself, which scales them, or hooks and
+        forwards of others, which one warning names."""
         others = readers(self.model, lm_head)
         if others:
             text = "prefix: all logits of a pass exist at once, since %s may change them"

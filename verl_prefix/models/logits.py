@@ -10,9 +10,9 @@ from verl_prefix.models.advice import WHOLE_ROWS
 
 # Fields of configs by which models of transformers change logits behind lm_head.
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-# Where code comes from that hands logits on as they are, `_SCALES` apart. accelerate's casts what is not fp32.
+# Packages whose code does not change logits, but for models that have one of `_SCALES`. accelerate's casts to fp32.
 _HANDS_ON = ("transformers.", "torch.", "peft.", "verl.", "veomni.", "liger_kernel.", "accelerate.utils.operations.")
-# Where wrappers come from that run a forward in a context: of autocast, as accelerator.prepare has it, or another.
+# Modules of wrappers that run a forward in autocast, as accelerator.prepare makes them, and of those in any context.
 _AUTOCAST = ("torch.amp.", "accelerate.utils.operations.")
 _CONTEXTS = (*_AUTOCAST, "torch.utils._contextlib.")
 _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -38,8 +38,8 @@ def _python_modules(call: Callable[..., object]) -> Iterator[str]:
 
 
 def check_contexts(module: torch.nn.Module, device: torch.device) -> None:
-    """Raises RuntimeError where a module's forward is wrapped in a context that is not on. For use where the module's
-    parts run and its forward does not."""
+    """Raises RuntimeError where a module's forward is wrapped in autocast, and none is on; or in any other context, on
+    or not, since nobody can tell. For use where the module's parts run and its forward does not."""
     in_autocast = torch.is_autocast_enabled(device.type)
     wrappers = [name for name in _python_modules(module.forward) if f"{name}.".startswith(_CONTEXTS)]
     if missed := [name for name in wrappers if not (in_autocast and f"{name}.".startswith(_AUTOCAST))]:

@@ -1,10 +1,10 @@
 """Hooks a GPTModel of megatron-core up: grouped attention, rotary angles by position, lm_head on few tokens, and
 routers whose statistics count a prefix as often as the batch has it.
 
-A pass reaches the layers through this object, which knows the pass that runs: set where its forward begins, and again
-where its backward begins, by a hook of the tensor that backward starts from. So whatever mcore computes again in
-backward (recompute_granularity selective or full, both reentrant) finds its own pass, though the forwards of other
-passes have run since. Nothing of mcore is replaced outside of `grouped_attention`.
+Layers find the pass that runs in this object. It is told so twice: where the pass's forward begins, and where its
+backward reaches the model's output, by a hook. So what mcore computes again in backward (recompute_granularity
+selective and full are both reentrant) finds its own pass, though forwards of other passes have run since. Nothing of
+mcore is replaced outside of `grouped_attention`.
 
 Under context parallelism a pass is `core.sequence_parallel`'s: this rank's tokens are those of its slices.
 
@@ -42,11 +42,12 @@ class _Running:
     """The pass that runs.
 
     Attributes:
-        positions: [t] int64, of this rank's tokens; under sequence parallelism with padding, so that t divides.
-        num_tokens: of them, without that padding.
+        positions: [t] int64, of the pass's tokens on this rank; under sequence parallelism with padding, so that its
+            ranks divide t. There each of these ranks has t / ranks tokens of what follows.
+        num_tokens: of the pass, without that padding.
         longest: tokens of the longest row that it computes a part of.
-        weights: [t] float32, how often the batch has each of this rank's tokens; 0 for padding.
-        routes: [t, layers, k] int16, the experts of this rank's tokens; -1: its router chooses. None: all routers do.
+        weights: [t / ranks] float32, how often the batch has each of this rank's tokens; 0 for padding.
+        routes: [t / ranks, layers, k] int16, the experts of these tokens; -1: its router chooses. None: all routers do.
     """
 
     forward_context: ForwardContext
@@ -65,7 +66,7 @@ class MegatronModel:
 
     Attributes:
         is_early_stage: of `core.forward.Model`. expert_loads: of its updates.
-        auxiliary_weight: of each pass's auxiliary losses, beside `scale_auxiliary_losses`.
+        auxiliary_weight: of each pass's auxiliary losses, beside `scale_auxiliary_losses`. layers: of this stage.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -81,8 +82,8 @@ class MegatronModel:
     def grouped_attention(self) -> Iterator[None]:
         """Context of forwards by our attention, and of their backwards, in which recomputation calls layers again."""
         for module in self._model.modules():
-            # TransformerEngine's linear layers, which add to gradients themselves (gradient_accumulation_fusion): the
-            # backward of their very first forward writes instead, over what waves have added where that was phase A's.
+            # TransformerEngine's linear layers add to gradients themselves (gradient_accumulation_fusion). The backward
+            # of their very first forward overwrites: if that was a phase A, what waves have added would be lost.
             if hasattr(module, "is_first_microbatch"):
                 module.is_first_microbatch = False
         with ExitStack() as stack:
@@ -120,7 +121,8 @@ class MegatronModel:
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """As `core.forward.Model` says. Logits are those of this rank's part of the vocabulary. An earlier stage
-        returns hidden states [t, 1, H] for the next one, which has got them by `set_input_tensor`.
+        returns hidden states [t, 1, H] for the next one, which has got them by `set_input_tensor`; under sequence
+        parallelism [t / ranks, 1, H].
 
         Raises:
             RuntimeError: a layer did not go through our attention.
@@ -208,8 +210,8 @@ class MegatronModel:
         self, forward: Callable[..., Any], head_tokens: torch.Tensor, of_head: HeadFn | None, chunk: int,
         hidden: torch.Tensor, weight: torch.Tensor | None = None, **kwargs: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Replaces the forward of the output layer: hidden states [t, 1, H] -> what `of_head` makes of the logits of
-        `head_tokens` [n, 1, k]."""
+        """Replaces the forward of the output layer: hidden states of t tokens, or this rank's of them -> what `of_head`
+        makes of the logits of `head_tokens` [n, 1, k]."""
         layer = self._model.output_layer
         sequence = layer.sequence_parallel
         if sequence:  # backward gives each rank its tokens' part; the layer itself adds the parts of the vocabulary up
@@ -284,7 +286,8 @@ def unwrapped(module: Any) -> Any:
 
 
 def layers_with_experts(config: Any) -> list[int]:
-    """Numbers of the whole model's layers that have experts, from 0; all, by default, of a model that has any."""
+    """Numbers of the whole model's layers that have experts, from 0, if it has any experts: this reads
+    `moe_layer_freq` alone, by default of all layers."""
     every = config.moe_layer_freq
     return [i for i in range(config.num_layers) if (i % every == 0 if isinstance(every, int) else every[i])]
 

@@ -17,7 +17,11 @@ from verl_prefix.models.replaced import replaced
 
 
 class Neighbours:
-    """The stages before and behind this one, of a model's pipeline."""
+    """The stages before and behind this one, of a model's pipeline.
+
+    Args:
+        model: the GPTModel of this stage, without mcore's wrappers.
+    """
 
     def __init__(self, model: Any) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -25,7 +29,7 @@ class Neighbours:
         self._model, self._p2p = model, P2PCommunicator(pp_group=group, config=model.config)
 
     def receive_hidden(self) -> torch.Tensor | None:
-        """Receives hidden states [t, 1, H] of the stage before; None on the first. Their shape travels before them."""
+        """Receives hidden states, as the stage before returned them; None on the first. Their shape travels first."""
         found: torch.Tensor | None = self._p2p.recv_forward((1, 1, self._model.config.hidden_size), self._first)
         return found
 
@@ -54,6 +58,7 @@ def run_1f1b(
     """Runs micro-batches by mcore's own schedule, without what it does once after the last.
 
     Args:
+        module: the model, within mcore's wrappers. number: of micro-batches. forward_only: without backwards.
         forward: runs the next one; returns the stage's output, and the function by which the last stage computes its
             loss from it.
     """

@@ -15,10 +15,11 @@ from verl_prefix.models.support import num_experts
 TEXT_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 # Of them, those with multi-head latent attention.
 LATENT_TYPES = ("deepseek_v3",)
-# And those whose loss of routers mbridge chooses unasked (mbridge/models/glm4moe.py). It is 0 without a coefficient, of
-# which mbridge sets none. Others get no loss.
+# Of them, those for which mbridge chooses a loss of routers that nobody asked for (mbridge/models/glm4moe.py). It is 0
+# without moe_aux_loss_coeff, which mbridge does not set for them. Other types get no such loss.
 BALANCED_BY_MBRIDGE = {"glm4_moe": "seq_aux_loss"}
-# And those whose routers get biases unasked, from mbridge and from Megatron-Bridge, with the rate at which these move.
+# Of them, those whose routers get biases that nobody asked for, from either bridge. The value is the rate at which
+# these move, moe_router_bias_update_rate.
 BIASED = {"deepseek_v3": 1e-3, "glm4_moe": 0.0}
 
 

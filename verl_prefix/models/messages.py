@@ -12,8 +12,9 @@ _CHAT = {"user": "question", "assistant": "answer"}
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
-    """Tokens that end a message by the tokenizer's chat template, or that end a whole text. A message whose content the
-    template changes or leaves out has no such token, nor has any if the template fails, or without a tokenizer."""
+    """Tokens that end a message by the tokenizer's chat template, and the token that ends a text. The template is tried
+    on a question and an answer. If it changes or leaves out one of these, no token of that message is found; if it
+    fails, none but the text's. Without a tokenizer there are none."""
     eos = getattr(tokenizer, "eos_token_id", None)
     ends: set[int] = set() if eos is None else {eos}
     if getattr(tokenizer, "chat_template", None):
@@ -35,6 +36,6 @@ def end_tokens(tokenizer: Any) -> set[int]:
 
 
 def message_ends(prompts: Sequence[Sequence[int] | torch.Tensor], tokens: Collection[int]) -> list[list[int]]:
-    """For each prompt, the numbers of its tokens after which a message ends, by one of `tokens` (`end_tokens`)."""
+    """For each prompt, how many tokens it has up to the end of each message, by one of `tokens` (`end_tokens`)."""
     wanted = torch.tensor(sorted(tokens), dtype=torch.int64)
     return [(torch.isin(torch.as_tensor(p).cpu(), wanted).nonzero()[:, 0] + 1).tolist() for p in prompts]

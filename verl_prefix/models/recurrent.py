@@ -48,6 +48,8 @@ class Mixer(ContextForward):
         module: the mixer, a child of a decoder layer.
 
     Attributes:
+        module: as above.
+        forward: the mixer's own.
         cache: what the mixer's own forward gets as its cache.
     """
 

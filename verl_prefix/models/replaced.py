@@ -25,7 +25,11 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 class ContextForward:
-    """Base of forwards that need the forward context. Each run is told its own."""
+    """Base of forwards that need the forward context. Each run is told its own.
+
+    Attributes:
+        forward_context: of the run; None: nobody has told it yet.
+    """
 
     forward_context: ForwardContext | None = None
 

@@ -17,8 +17,9 @@ from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
 
 # Fields of configs whose layers carry a state from token to token.
 _STATEFUL = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "conv_L_cache")
-# Fields of configs with layers whose attention reads other keys and values than the layer's own, or later tokens; or
-# with layers that run several times in one forward, or call attention several times.
+# Fields of configs with layers whose attention leaves earlier tokens out by chunks or an index, reads other keys and
+# values than the layer's own, or later tokens; or with layers that run several times in one forward, or call attention
+# several times.
 _OTHERS = (
     "attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention", "index_topk", "L_cycles",
     "n_recurrent_loops", "lambda_std_dev",
@@ -36,7 +37,7 @@ _RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "attention"}
 
 
 def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list[str]:
-    """What the shared-prefix path cannot compute of a model, as `field=value` phrases; none: it is supported.
+    """What the shared-prefix path cannot compute of a model, in words, mostly `field=value`; none: it is supported.
 
     Args:
         training: also count what acts in training alone: dropout.

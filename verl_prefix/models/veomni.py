@@ -31,7 +31,7 @@ VISUAL_TOKENS = {
     "qwen2_5_vl": _QWEN_VL, "qwen3_vl": _QWEN_VL, "qwen3_vl_moe": _QWEN_VL, "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
 }  # fmt: skip
-# Keys of verl's engine config without which VeOmni's gated delta nets refuse packed rows, and what we know how to call.
+# Keys of verl's engine config that have to be "fla": VeOmni's gated delta nets refuse packed rows otherwise.
 _KERNELS = ("causal_conv1d_implementation", "chunk_gated_delta_rule_implementation")
 
 
@@ -66,8 +66,8 @@ def veomni_reasons(config: PretrainedConfig, engine_config: Mapping[str, Any]) -
 
 
 def unread_weight(config: PretrainedConfig, path: str) -> str | None:
-    """A weight of a checkpoint in folder `path` that VeOmni finds no parameter for, and so begins with random values;
-    None where there is none that we know.
+    """A weight of the checkpoint in folder `path` for which VeOmni finds no parameter; None where we know of none. The
+    parameter that should have got it begins with random values.
 
     Qwen2.5-VL has names of transformers before 4.52 on the hub. VeOmni's loader reads their renaming from the model's
     class (veomni/models/module_utils.py, _convert_weight_key), where transformers 5 has none.

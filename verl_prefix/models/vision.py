@@ -324,7 +324,7 @@ def _in_parents_shard(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def black_image(config: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patches [n, patch size] and grid [1, 3] of a black image of four tokens."""
+    """Patches [n, patch size] and grid [1, 3] of an image of four tokens, all zeros."""
     side = 2 * config.spatial_merge_size
     patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
     return like.new_zeros(side**2, patch), torch.tensor([[1, side, side]], device=like.device)
@@ -332,7 +332,7 @@ def black_image(config: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 @contextmanager
 def gathered_positions(visual: Any) -> Iterator[None]:
-    """Context in which GLM-4.1V's tower looks positions up by the forward of their table, in which FSDP2 gathers it. By
+    """Context in which a GLM tower looks positions up by the forward of their table, in which FSDP2 gathers it. By
     itself the tower reads the table's weight, which is then a shard: under FSDP2 verl's own engine fails there."""
     if (embeddings := getattr(visual, "embeddings", None)) is None:
         yield
