@@ -157,7 +157,7 @@ REFUSED = [
         ("qwen3_moe", f"{REPLAY}=R2 {MODEL}.use_remove_padding=False", r"mode=R2: .*; set .*use_remove_padding=True"),
         ("qwen3_moe", f"{REPLAY}=R2 {OVERRIDE}.moe_router_fusion=True", r"_fusion=True with .*mode=R2: .*; set .*=Fal"),
         ("qwen3_moe", f"{REPLAY}=R2 {ACTOR}.prefix.trace_dir=/tmp", r"trace_dir=/tmp and .*mode=R2: .*; remove it, or"),
-        ("qwen3", sized("pad_to_length", True), r"without padding; set it to False: \w+.megatron.pad_to_\w+=F"),
+        ("qwen3", sized("pad_to_length", True), r"without padding; set it to False: \S+megatron.pad_to_\w+=F"),
         ("qwen3", RECORDS, r"routed_experts.*set it to False"),
         ("qwen3", f"{MODEL}.mtp.enable=True", r"model.mtp.enable=True trains .*; set .*=False"),
         ("qwen3", f"{MODEL}.lora.rank=8", r"model.lora.rank=8: .*adapters of Megatron; remove it, or .*engine=prefix"),
