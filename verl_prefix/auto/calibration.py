@@ -13,10 +13,12 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.plan import PackedPass, Plan
 from verl_prefix.core.runner import PlanRunner
 
-# Tokens of a measured segment, and of a measured pass: enough for a device to reach its usual speed.
+# The most tokens of a measured segment. The largest measured pass has as many at least, unless the budget is less.
 _UNIT = {"cpu": 64, "cuda": 512}
+# The most tokens of a measured pass: enough for a device to reach its usual speed.
 _PASS = {"cpu": 512, "cuda": 8192}
-# Measuring computes at most one token for this many tokens of a batch, or passes of one segment if that is more.
+# Measuring computes at most one token for this many tokens of a batch, or if that is more, a warm-up and one round of
+# passes, the largest of `_UNIT` tokens.
 _SHARE = 20
 _ROUNDS = 3  # at most
 _ROUND = 2.5  # passes of the largest size that make as many tokens as a round
@@ -34,10 +36,11 @@ def measure(
     """Rates of packed passes over made-up rows; gradients stay as they are.
 
     Args:
+        shape: of the model. device: where it runs.
         budget: most tokens of a pass. batch_tokens: see `effort`.
         new_runner: makes a `PlanRunner` of the run's kind from (outputs, step, forward_only).
         gradients_aside: context in which the model's parameters have no gradients; those that they had come back.
-        forward_only: measure passes without backward, for which gradients may have no memory.
+        forward_only: measure passes without backward. During log-probs gradients may have no memory.
     """
     max_tokens, rounds = effort(min(budget, _PASS[device.type]), _UNIT[device.type], batch_tokens)
     unit = max(2, min(_UNIT[device.type], max_tokens // 8))

@@ -44,7 +44,8 @@ class Choice(NamedTuple):
 
     Attributes:
         plan: this rank's; None: the stock path.
-        speedup: predicted; None: nothing was, or the stock path alone computes any of the batch.
+        speedup: predicted; None: nothing was predicted, or all rows are dead, so that no plan of ours has a pass, and
+            the stock path alone would compute anything.
         why_stock: why the batch takes the stock path, if it does.
     """
 
@@ -57,8 +58,10 @@ class Candidates:
     """One rank's paths for a batch: stock's passes, and two sharing plans.
 
     Args:
+        costs: facts of the run.
         batch: what this rank computes where rows share.
         own: what verl's path would compute here, where `batch` are rows that came from other ranks; None: the same.
+        forward_only: the batch is of log-probs, and of no update.
 
     Attributes:
         stock: passes of verl's own path. stock_runs: False where a row is longer than the budget, which verl refuses
@@ -88,7 +91,8 @@ class Candidates:
 
     def seconds(self, rates: Mapping[str, Rates]) -> list[float]:
         """Seconds of each path: the sum of log-probs and update, as far as their rates are known. With several pipeline
-        stages each of the two has a plan of its own, and FLOPs count, whatever the rates are."""
+        stages each of the two has a plan of its own, whose time counts FLOPs. Pass `CostModel.flops()` there, since
+        stock's time is by `rates`."""
         seconds = [0.0] * 3
         for kind in rates:
             if self.costs.memory.stages == 1:
@@ -133,8 +137,8 @@ def decide(
 
     Args:
         seconds: `Candidates.seconds` of the slowest rank: the element-wise maximum.
-        log_probs: for an update, the decision on the log-probs before it. The update takes the stock path if and only
-            if they did, since old log-probs and update must round alike.
+        log_probs: for an update, the decision on the log-probs before it. The update takes the path that they took,
+            stock or not, since old log-probs and update must round alike. Where stock does not fit, it shares anyway.
         stock_fits: whether the stock path runs on every rank.
     """
     stock, mixed, packed = seconds
@@ -171,7 +175,7 @@ class Chooser:
         self, batch: Workload, forward_only: bool, own: Workload | None = None, update_follows: bool = True
     ) -> Choice:
         """Chooses this rank's path. A model without lm_head gains by sharing alone: a batch in which no rank's rows
-        share takes the stock path, and nothing is measured for it.
+        share takes the stock path if it may take it at all, and nothing is measured for it.
 
         Args:
             batch, own: see `Candidates`.

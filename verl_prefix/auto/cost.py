@@ -56,7 +56,7 @@ class Memory:
     """The options of a run that decide what an update keeps.
 
     Attributes:
-        ranks: how many share one copy of the parameters.
+        ranks: how many share one copy of the parameters; on Megatron's engine, those of one stage.
         checkpointed: gradient checkpointing is on.
         no_sync: gradients are reduced after the last pass of an update alone.
         logits_chunk, offload: of `PrefixConfig`.
@@ -68,7 +68,8 @@ class Memory:
         expert_ranks: how many share a layer's experts there; each gathers its part alone.
         division: of the model over the ranks of verl's Megatron engine, which gathers no parameters; None: of others,
             which do.
-        span: layers of a checkpoint. block: of so many layers alone, on all stages together; None: of all.
+        span: how many layers one checkpoint has.
+        block: how many layers are checkpointed, on all stages together; None: all of them.
     """
 
     ranks: int = 1
@@ -94,7 +95,7 @@ class Memory:
             fsdp: its `fsdp_config`. Copies of the parameters are shared as by create_device_mesh
                 (verl/workers/engine/fsdp/utils.py). verl's main branch has no use_no_sync_for_gradient_accumulation,
                 and always reduces gradients once.
-            world: all ranks. options: `PrefixConfig`.
+            world: all ranks. checkpointed, slices: see `Memory`. options: `PrefixConfig`.
         """
         size = int(fsdp.get("fsdp_size", -1))
         no_sync = bool(fsdp.get("use_no_sync_for_gradient_accumulation", True))
@@ -185,7 +186,7 @@ class _Added:
         if memory.veomni:  # which also keeps the embedding gathered; gradients of a layer's experts come all at once
             self.gathered += shape.head
             self.in_backward = self.gathered + 4 * own
-        # And the fp32 gradient of lm_head, which phase C has not.
+        # And the fp32 gradient of lm_head. Phase C has it where rows read outputs of strands, but counts without it.
         self.with_head = 4 * (shape.head / 2) + self.in_backward
         if memory.division:  # which gathers no parameters, and adds every gradient to a buffer that lasts
             self.gathered = self.in_backward = self.with_head = 0.0
@@ -223,7 +224,7 @@ class _Added:
         cached = shape.kv / min(self.slices, shape.kv_heads) * prefix * self.slices
         if memory.offload:
             back = AHEAD * self.kept(prefix, attention=False)
-            # Of two layers: on a pipeline of as many prefixes as it has stages, between whose backwards it is.
+            # Of two layers, for each prefix whose waves run. On a pipeline these are as many as its stages, at most.
             cached *= 2 / max(len(shape.windows), 1) * min(alive, 1.0) * memory.stages
             dormant = waiting = 0.0
         else:
@@ -275,25 +276,28 @@ class _Added:
 def peak_bytes(
     shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], memory: Memory, forward_only: bool = False
 ) -> float:
-    """Bytes that one update adds at its peak to 16 bytes per parameter and rank.
+    """Bytes that one update adds at its peak to a rank's weights, gradients and moments, which under FSDP2 are 16 bytes
+    for each parameter of its share.
 
     This is a closed form, within 15 % of `tools.simulate` on the grid of tests/auto/test_cost.py; 16 % below it without
-    checkpointing under sequence parallelism, whose copies of heads it leaves out. It adds up what is alive at once
-    under FSDP2 in mixed precision, with flash-attn's cross entropy:
+    checkpointing under sequence parallelism, whose copies of heads it leaves out. It adds up what is alive at once in
+    mixed precision. The list is for FSDP2 with flash-attn's cross entropy, and says what other engines have instead:
 
     - what layers keep, and in backward half of a layer's activations again;
     - two gathered layers, and the fp32 gradient of lm_head on its way to other ranks; under VeOmni also the embedding,
-      and the fp32 gradients of a layer's experts;
-    - logits and their gradient;
+      and the fp32 gradients of a layer's experts; on Megatron's engine none of these, but a layer's gathered inputs
+      and their gradients;
+    - logits and their gradient; on Megatron's engine logits and a copy in fp32;
     - keys, values, recurrent states and their fp32 gradients, and for every suffix a copy of the state that it starts
       from;
     - unsharded fp32 gradients, where several passes share one synchronisation.
 
-    Stages of a pipeline have as many micro-batches alive as there are stages, at most, of an equal part of the layers
-    each: together what one stage would keep. The last one, which has the logits, has one. Prefixes of a round live
-    together beside these.
+    Each stage of a pipeline has an equal part of the layers, and keeps at most as many micro-batches as there are
+    stages. Together that is what one stage with all layers would keep of one micro-batch. The last stage has the
+    logits, and keeps one micro-batch. The prefixes of a round are kept beside these.
 
     Args:
+        shape: of the whole model. memory: options of the run.
         plan: ours; None: verl's own path, by its passes `stock`.
         forward_only: verl's own path computes log-probs alone. They need one layer at a time, and logits with a copy
             that entropy makes.

@@ -14,10 +14,10 @@ from verl_prefix.core.planning import leaves_room, limit_waves, make_plan, prefi
 # A wave of so many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of all
 # prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
 LONG_WAVE = 8192
-# Short passes fill a pipeline of several stages better. What a pass costs there beside its tokens is, by simulations on
-# H100s (Qwen3-8B, -32B, -30B-A3B and -235B-A22B, DeepSeek-V3): as much as SHORT tokens; and TRAFFIC bytes for each
-# parameter of a rank's experts, in each of which a device computes FLOPS_PER_BYTE. SHORTEST is the least budget. Tokens
-# are of each rank that shares a pass.
+# Short passes fill a pipeline of several stages better. But each pass costs something there beside its tokens: as much
+# as SHORT tokens, and TRAFFIC bytes for each parameter of a rank's experts. In the time of one such byte a device
+# computes FLOPS_PER_BYTE. These numbers are of simulations on H100s (Qwen3-8B, -32B, -30B-A3B and -235B-A22B,
+# DeepSeek-V3). SHORTEST is the least budget. SHORT and SHORTEST are tokens of each rank that shares a pass.
 SHORT, TRAFFIC, FLOPS_PER_BYTE, SHORTEST = 128, {"forward": 2, "update": 10}, 240, 2048
 # With offload, which is for memory, waves are half as long. That costs a fortieth of an update's time (also simulated).
 OFFLOAD_WAVE = 4096
@@ -52,13 +52,13 @@ class CostModel:
 
         Waves for which the budget leaves little are made longer: up to `LONG_WAVE` tokens on each rank that shares one,
         but not over the budget or `wave_tokens`. This length is halved until longer waves add at most `GROWTH` to the
-        update's estimated peak. With offload, and `wave_tokens` None, waves of an update have at most `OFFLOAD_WAVE`
-        tokens on each rank.
+        update's estimated peak. With offload, and without a `wave_tokens` that fits the budget, waves of an update
+        have at most `OFFLOAD_WAVE` tokens on each rank.
 
-        On a pipeline of several stages the budget is halved, down to `SHORTEST`, as long as shorter passes make its
-        stages wait less. A stage keeps its part of the layers alone: prefixes of so many passes live together that
-        an update is estimated to add no more than one pass of the whole budget would with all layers. Every rank
-        chooses for itself."""
+        On a pipeline of several stages the budget is halved, down to `SHORTEST` tokens on each rank that shares a pass,
+        as long as the plan takes no longer by that. A stage keeps only its part of the layers, so several prefixes may
+        live together. They are as many as keep the estimated memory of an update within that of one pass of the whole
+        budget with all layers. Every rank chooses for itself."""
         return self.timed_plan(groups, budget, schedule, forward_only)[0]
 
     def timed_plan(
@@ -144,6 +144,7 @@ class CostModel:
 
         Args:
             path: a plan, or stock's passes. kind: "forward", of log-probs, or "update".
+            rates: of each kind.
         """
         if self.memory.stages == 1:
             chunk = self.memory.pass_chunk if kind == "update" else None

@@ -14,7 +14,12 @@ from verl_prefix.auto.shape import ModelShape
 
 
 class State(NamedTuple):
-    """Of one rank, numbers or bytes of its parameters, of its gradients, and of what its optimizer keeps."""
+    """What one rank has, as numbers or as bytes.
+
+    Attributes:
+        parameters, gradients: of the rank's part of the model.
+        optimizer: of what its optimizer keeps.
+    """
 
     parameters: float
     gradients: float
@@ -61,8 +66,9 @@ class Division:
 
     @property
     def expert_data(self) -> int:
-        """Ranks that have the same part of the experts. Without expert parallelism experts are reduced like all else
-        (tensor_parallel/layers.py: `allreduce` is False of theirs alone)."""
+        """Ranks that have the same part of the experts. Without expert parallelism mcore reduces experts' gradients
+        among the same ranks as all others: tensor_parallel/layers.py sets `allreduce` to False for experts alone, and
+        only under expert parallelism."""
         spread = self.stages * self.experts * self.expert_tensor
         return max(1, self.world // spread) if self.experts > 1 else self.data
 
@@ -95,8 +101,9 @@ class Division:
         return State(weight * numbers.parameters, gradient * numbers.gradients, moments * numbers.optimizer)
 
     def part_of(self, shape: ModelShape) -> ModelShape:
-        """What one rank computes and keeps of a token of the whole model `shape`. Heads of keys and values that are
-        fewer than ranks are on several of them; a rank has the experts' part of its own tokens."""
+        """What one rank computes and keeps of a token of the whole model `shape`. If ranks are more than heads of keys
+        and values, several ranks have the same head. Of experts' inputs and outputs (`routed`) a rank has as many as
+        its own tokens need, times `expert_tensor`, since the ranks that share an expert's matrices gather theirs."""
         shared = shape.activations - shape.residual
         return replace(
             shape,

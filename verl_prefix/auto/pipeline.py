@@ -3,7 +3,8 @@
 A stage runs its work in a fixed order, that of `backends.pipeline` and of megatron-core's 1F1B, and waits for hidden
 states of the stage before and for gradients of the stage behind. Here is when it could do so. With m equal
 micro-batches on p stages, and nothing to send, that is the bubble of (p - 1) / (m + p - 1) that arXiv 2104.04473,
-section 2.2, has.
+section 2.2, has. Log-probs have the rounds of an update here, while `backends.pipeline` runs each of their phased
+passes in a round of its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,14 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """Seconds of a micro-batch on all stages together: of the layers, of which each stage has the same part, and of
-    lm_head with the loss, which the last stage has; `sent`: in which a stage sends its hidden states or their gradients
-    to the next one, and does nothing else."""
+    """Seconds of a micro-batch.
+
+    Attributes:
+        forward, backward: in the layers of all stages together, of which each stage has the same part.
+        head_forward, head_backward: in lm_head with the loss, which the last stage has.
+        sent: in which a stage sends hidden states to the next stage, or their gradients to the one before, and does
+            nothing else.
+    """
 
     forward: float
     backward: float
@@ -23,14 +29,24 @@ class Work(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Prefixes that live together, and the micro-batches between their phases A and C: packed passes and waves."""
+    """What runs together.
+
+    Attributes:
+        prefixes: those that live together, with phase A as forward and phase C as backward.
+        micro_batches: packed passes and waves, which run between these phases.
+    """
 
     prefixes: Sequence[Work]
     micro_batches: Sequence[Work]
 
 
 class Timeline(NamedTuple):
-    """When each stage is done, and the part of the time until the last one is that a stage waits on average."""
+    """When stages are done, and how much they wait.
+
+    Attributes:
+        ends: seconds until each stage is done.
+        bubble: the part of the time until the last one is done in which a stage waits or sends, on average.
+    """
 
     ends: tuple[float, ...]
     bubble: float

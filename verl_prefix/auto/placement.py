@@ -124,14 +124,15 @@ def place_rows(
     """Places the rows of all ranks.
 
     Each group goes to the rank with the least to do, the costliest group first. Then groups are split while that pays.
-    Where rows are few, they are also placed one by one, and that placement is taken if it is 5 % shorter. But all rows
-    stay where they are if groups are whole there, and moving rows would not shorten the pass by 5 %; and if moving them
-    would lessen neither the cost of the costliest rank nor the sum over ranks, as with one row per rank.
+    Where rows are few, they are also placed one by one, and that placement is taken if it is 5 % shorter. But if every
+    rank has rows, all of them stay where they are in two cases: groups are whole there, and moving rows would not
+    shorten the pass by 5 %; or moving them would lessen neither the cost of the costliest rank nor the sum over ranks,
+    as with one row per rank. A rank without rows gets one.
 
     Args:
         keys: group of each row.
         prefix_costs, suffix_costs: of each row, see `row_cost`; a group's prefix costs as much as its costliest one.
-        ranks: where each row is.
+        ranks: where each row is. num_ranks: how many ranks there are.
         holds_pixels: true for rows that have their group's pixels; such a group goes whole to a rank that has them.
     """
     here = placed_on(keys, prefix_costs, suffix_costs=suffix_costs, ranks=ranks, num_ranks=num_ranks)

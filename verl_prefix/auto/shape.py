@@ -55,7 +55,7 @@ class ModelShape:
         routed: bytes per token that it keeps of experts' inputs and outputs, a row for each that a token meets.
         boundary: bytes per token of a layer's input alone.
         kv: bytes per token of all layers' keys and values.
-        vocab_size: of the logits.
+        vocab_size: of the tokens; of the logits, too, if there is an lm_head.
         last: the part of `linear` that tokens without lm_head skip in the last layer (`models.last_layer`).
         attention: bytes per token of one layer's attention output and log-sum-exp.
         tower: FLOPs per patch of a vision tower's matmuls; 0 without one.
@@ -93,6 +93,7 @@ class ModelShape:
 
     @property
     def layers(self) -> int:
+        """How many layers there are, recurrent ones among them."""
         return len(self.windows) + self.recurrent_layers
 
     @functools.cached_property
@@ -169,7 +170,7 @@ def query_key_pairs(length: int, behind: int, window: int | None) -> float:
 
 def model_shape(model: PreTrainedModel, dtype: torch.dtype, expert_ranks: int = 1) -> ModelShape:
     """Reads a model's `ModelShape` from its modules, which may be on the meta device, or sharded by FSDP2. A vision
-    tower counts as `tower` alone.
+    tower counts in `tower` and in `parameters` alone.
 
     Args:
         dtype: of activations.
@@ -194,8 +195,8 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype, expert_ranks: int = 
     if latent := getattr(text, "kv_lora_rank", None):  # its values are padded to this, see `models.hookup`
         head_dim = text.qk_nope_head_dim + text.qk_rope_head_dim
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    # Each layer keeps per token: inputs of norms, residuals, projections and the MLP; q, k and v, each before and after
-    # rotation; and the output of attention.
+    # Each layer keeps per token: 6 hidden states, as inputs of norms, residuals and projections; those of the MLP; and
+    # q, k and v, each twice (q and k before and after rotation). Attention's output has no term of its own.
     mixing = 2.0 * len(windows) * (heads + kv_heads) * head_dim * text.hidden_size
     if latent:
         mixing = sum(_linear_weights(m) for m in body.modules() if hasattr(m, "kv_b_proj"))
@@ -239,7 +240,8 @@ _CUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 def shape_of_config(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
     """`model_shape` of the whole text model of a config, for an engine whose ranks have parts of it."""
-    with torch.device("meta"):  # which writes to the config
+    with torch.device("meta"):
+        # Of a copy, since `from_config` writes to it.
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
         return model_shape(model, dtype)
 
@@ -304,8 +306,8 @@ def _convolutions(mixer: Mixer) -> list[torch.nn.Conv1d]:
 
 
 def experts_of(body: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules of experts: those with a parameter [experts, in, out]. That of a convolution, [channels, 1, width], is
-    none."""
+    """Modules of experts: those with a parameter of three dimensions, the first by expert. That of a convolution,
+    [channels, 1, width], is none."""
     modules = (module for module in body.modules() if not isinstance(module, torch.nn.Conv1d))
     return [module for module in modules if any(p.dim() == 3 for p in module.parameters(recurse=False))]
 
