@@ -73,7 +73,7 @@ def _quieten_verl() -> None:
 
 
 def _given(arguments: argparse.Namespace, options: type) -> dict[str, Any]:
-    """Fields of an options dataclass that stand on the command line."""
+    """Fields of an options dataclass that the command line, or a default of it, gives."""
     values = {field.name: getattr(arguments, field.name, None) for field in fields(options)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -243,8 +243,11 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
 
 
 def _long(words: list[str]) -> list[str]:
-    """Hydra's options in full: argparse would take `-c`, a launcher's own, for one of its short ones, and read none
-    behind the `--` of `ray job submit ... -- python3`, which is left out."""
+    """Writes Hydra's short options -cp and -cn in full, and leaves out the word `--`.
+
+    argparse would take `-c`, which belongs to the launcher, for a short form of one of them. Behind a `--`, as in
+    `ray job submit ... -- python3`, argparse would read no options.
+    """
     names = {"p": "--config-path", "n": "--config-name"}
     return [re.sub(r"^-c([pn])(?=$|=)", lambda match: names[match[1]], word) for word in words if word != "--"]
 

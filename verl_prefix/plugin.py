@@ -1,6 +1,6 @@
 """Target of the `verl.plugins` entry point: runs at the end of `import verl`, in the driver and in every Ray worker.
 
-It puts verl_prefix/config on Hydra's search path, so that `model_engine=prefix` resolves before `@hydra.main` runs.
+It puts verl_prefix/config on Hydra's search path before `@hydra.main` runs, so that `model_engine=prefix` resolves.
 It registers the platform for CPUs, and two resolvers by which a config is checked and adapts to verl's trainer. The
 rest comes later: our trainers, and engine and rollout for CPUs, are imported when verl's are, and the engine with the
 class that `model_engine=prefix` names for `fsdp_config`. verl swallows what is raised here (verl/__init__.py logs it at

@@ -53,7 +53,7 @@ def _verl_version() -> str:
 
 
 def untested_verl() -> str | None:
-    """Why the installed verl is refused; None: it was tested, or the variable `OVERRIDE` is 1."""
+    """Why the installed verl is refused; None: it was tested, is `VERL_MAIN`, or the variable `OVERRIDE` is 1."""
     version = _verl_version()
     told = (
         f"verl {version} is not one of those that verl_prefix was tested with ({', '.join(TESTED_VERL)}), and it "

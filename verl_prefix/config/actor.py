@@ -82,6 +82,7 @@ def refuse_padding(key: str, engine: Any) -> None:
 
 
 def refuse_shuffle(key: str, section: Any) -> None:
+    """Refuses `shuffle`, by `key` of the section of actor or critic."""
     refuse(section.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
 
 
@@ -156,12 +157,17 @@ def gradient_without_advantage(actor: Any) -> str:
 
 @dataclass
 class PrefixEngineOptions:
-    """What stands before an engine config of verl's: `prefix` and, of the actor, `freeze_vision_tower`, which verl's
-    own engines ignore, and `ppo_epochs`, which verl's worker keeps to itself. Its strategy is the name of our engine in
-    verl's registry. verl's own check knows verl's name alone (verl/workers/config/engine.py), and is shown that.
+    """Options that our engine configs add to verl's. This class comes before verl's among the bases.
+
+    `strategy` is our engine's name in verl's registry. verl's own check knows verl's name alone
+    (verl/workers/config/engine.py), so `__post_init__` shows it that name.
 
     Attributes:
-        on: verl's engine. of_critic: it is the critic's.
+        on: verl's engine.
+        of_critic: whether it is a critic's.
+        prefix: filled in from `actor.prefix`.
+        freeze_vision_tower: of the actor. verl's own engines do not read it.
+        ppo_epochs: of actor and critic. verl's worker does not hand it to the engine.
     """
 
     on: ClassVar[Engine]
@@ -204,12 +210,13 @@ class PrefixEngineOptions:
 
 @dataclass
 class PrefixActor:
-    """What stands before an actor config of verl's, a dataclass with `strategy` and verl's section of engine options.
-    It hands `prefix` on to the engine, which sees nothing else of the actor's config. The rollout's
-    `enable_rollout_routing_replay` is here to be compared.
+    """What our actor configs add to verl's. This class comes before verl's among the bases, which have `strategy` and a
+    section of engine options. The engine sees that section alone, so `prefix` and others are copied into it.
 
     Attributes:
         on: verl's engine.
+        prefix: options of a shared prefix.
+        enable_rollout_routing_replay: the rollout's. It is compared with the section's `router_replay.mode`.
     """
 
     on: ClassVar[Engine]
@@ -273,7 +280,8 @@ class PrefixActor:
         """The checks that need the model's config; verl calls this in the driver.
 
         Raises:
-            ValueError: a model family, checkpointing or kernel option that the shared-prefix path does not support.
+            ValueError: a model, a number of ranks, or an option of the model or the actor that the shared-prefix path
+                does not support.
         """
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
         self.check(n_gpus, model_config)
@@ -299,7 +307,8 @@ class PrefixActor:
             check_model_family(self, model_config, hf_config)
 
     def check_spread(self, n_gpus: int, hf_config: Any) -> None:
-        """Checks how this engine spreads the model over GPUs, and replays its routers, whatever the schedule is.
+        """Checks, whatever the schedule is, how VeOmni and Megatron spread the model over GPUs, and whether FSDP2 and
+        VeOmni can replay its routers.
 
         Args:
             hf_config: the model's; None: nobody sees it here. So it is in `check_model`.

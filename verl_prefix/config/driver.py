@@ -78,7 +78,7 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
 
 
 def _check_distillation(config: DictConfig) -> None:
-    """Options that are of losses of advantages."""
+    """Refuses options that only make sense for a loss of advantages alone."""
     for key, allowed, why in (
         (SKIP_ZERO_ADVANTAGE, False, "leaves out rows that have a gradient"),
         (TRACES, None, "records no loss"),
@@ -125,10 +125,10 @@ def _ref_is_ours(config: DictConfig) -> bool:
 
 
 def _check_waves(config: DictConfig) -> None:
-    """Waves that leave nothing of a pass to prefixes, in updates, old or ref log-probs, and passes of the critic.
+    """Refuses `wave_tokens` that leave nothing of a pass to prefixes, in updates, log-probs (old, ref) or the critic.
 
-    Where a pass is a number of rows, it has at most as many tokens as the longest could have. The engine does not heed
-    waves for which its rows are too short.
+    A pass may be a number of rows. Then it has at most that many of the longest rows that the config allows. A batch
+    may have shorter rows, and passes too small for the waves: there the engine ignores `wave_tokens`.
     """
     roles, prefix = config.actor_rollout_ref, config.actor_rollout_ref.actor.prefix
     if not is_count(prefix.wave_tokens) or prefix.schedule not in ("auto", "phased"):
@@ -168,8 +168,8 @@ def _on(ranks: int) -> str:
 
 
 def _check_ref(config: DictConfig) -> None:
-    """Options of the reference policy, whose config verl builds in workers alone, and its sequence parallelism where
-    that has a size of its own: the actor's config checks its."""
+    """Checks the reference policy. verl builds its config in workers alone, so it is built here to be checked. If ref
+    has another number of sequence-parallel ranks than the actor, that number is checked, too."""
     roles = config.actor_rollout_ref
     if not has_ref(config):
         return
@@ -228,8 +228,9 @@ def _mini_batches(config: DictConfig) -> tuple[str, int]:
 
 
 def keeps_prompts(config: DictConfig) -> bool:
-    """The default of `actor.use_prefix_grouper`, by which verl's trainers that pad deal prompts to ranks, and not rows:
-    on where that keeps a prompt's rows in one of several mini-batches."""
+    """The default of `actor.use_prefix_grouper`. By this key verl's trainers that pad batches deal whole prompts to
+    ranks, and not rows. It is on if a step has several mini-batches, and the prompts of each divide evenly among the
+    ranks."""
     if "actor_rollout_ref" not in config or is_v1(config):  # a part of a config, whose driver is elsewhere
         return False
     actor = config.actor_rollout_ref.actor

@@ -1,6 +1,7 @@
 """The engines of verl on which prefixes are shared: which keys of a config are whose, said once.
 
-This module imports the standard library alone: `verl-prefix plan` reads a command before verl is imported.
+This module and `versions`, which it imports, need the standard library alone: `verl-prefix plan` reads a command before
+verl is imported.
 """
 
 import math

@@ -29,13 +29,18 @@ VERLS_CRITIC = "critic=dp_critic (verl's own critic; with critic.strategy=fsdp2 
 
 @dataclass
 class PrefixEngineConfig(PrefixEngineOptions, FSDPEngineConfig):
-    """verl's FSDP2 engine config plus those of `PrefixEngineOptions`. `backends.fsdp` registers the engine: our YAML
-    names this class there, and code that builds one imports it from there. verl's engine branches on its own names as
-    well (FSDPEngine._build_fsdp_module), and gets a copy that says fsdp2.
+    """verl's FSDP2 engine config, with the options of `PrefixEngineOptions`.
+
+    `backends.fsdp` registers the engine. So our YAML names this class in that module, and other code imports it from
+    there. verl's engine compares `strategy` with its own names (FSDPEngine._build_fsdp_module): it gets a copy that
+    says fsdp2.
+
+    Attributes:
+        strategy: our engine's name in verl's registry.
 
     Raises:
         ValueError: an FSDP option that the shared-prefix path cannot honour.
-        ImportError: this verl was never tested (see `versions`).
+        ImportError: this verl or transformers was never tested (see `versions`).
     """
 
     on = FSDP2
@@ -46,6 +51,9 @@ class PrefixEngineConfig(PrefixEngineOptions, FSDPEngineConfig):
 @dataclass
 class PrefixActorConfig(PrefixActor, FSDPActorConfig):
     """verl's FSDP actor config plus those of `PrefixActor`.
+
+    Attributes:
+        fsdp_config: verl's section of engine options, with ours.
 
     Raises:
         ValueError: an actor option that would silently undo sharing.
@@ -68,6 +76,10 @@ class PrefixActorConfig(PrefixActor, FSDPActorConfig):
 class PrefixCriticConfig(FSDPCriticConfig):
     """verl's FSDP critic config with the options of `actor_rollout_ref.actor.prefix`, but those that are the actor's
     alone: what it leaves out, and its trace.
+
+    Attributes:
+        strategy: what shards the parameters beneath our engine; only fsdp2 is supported.
+        prefix: the actor's. The engine gets a copy without the options that are the actor's alone.
 
     Raises:
         ValueError: an option that would silently undo sharing.
@@ -136,7 +148,8 @@ def refuse_optimizer_of_fsdp1(checkpoint: str | None, role: str) -> None:
 
 
 def refuse_value_head(has_v_head: bool, model_config: Any) -> None:
-    """Refuses models with a tower, and trl's value head, which verl puts on what has no class of token classes."""
+    """Refuses a model with a vision tower, and one with trl's value head. verl puts that head on a model for which
+    transformers has no class for token classification."""
     from verl_prefix.models.vision import is_vision_config
 
     hf_config, why = model_config.hf_config, "its tower is shared under lm_head alone"

@@ -29,8 +29,12 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
     """verl's Megatron engine config plus those of `PrefixEngineOptions`. `backends` registers the engine, where
     megatron-core is installed: our YAML names this class there.
 
+    Attributes:
+        strategy: our engine's name in verl's registry.
+
     Raises:
         ValueError: an option of Megatron that the shared-prefix path cannot honour.
+        ImportError: this verl or transformers was never tested (see `versions`).
     """
 
     on = MEGATRON
@@ -92,6 +96,9 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
 @dataclass
 class PrefixMegatronActorConfig(PrefixActor, McoreActorConfig):
     """verl's Megatron actor config plus those of `PrefixActor`.
+
+    Attributes:
+        megatron: verl's section of engine options, with ours.
 
     Raises:
         ValueError: an actor option that would silently undo sharing.
@@ -167,8 +174,9 @@ def check_of_one_process(actor: Any, ref: Any) -> None:
 
 
 def check_spread(megatron: Any, n_gpus: int, hf_config: Any) -> None:
-    """Refuses sizes by which megatron-core cannot spread layers and experts over GPUs
-    (megatron/core/parallel_state.py, initialize_model_parallel; TransformerConfig.__post_init__).
+    """Refuses sizes by which megatron-core cannot spread matrices and experts over GPUs
+    (megatron/core/parallel_state.py, initialize_model_parallel; TransformerConfig.__post_init__). Whether stages divide
+    the layers it leaves to megatron-core, whose overrides may make stages unequal.
 
     Args:
         megatron: the section of actor or ref. hf_config: the model's; None: nobody sees it here.

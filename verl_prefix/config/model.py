@@ -15,11 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 def refuse(wrong: object, message: str) -> None:
+    """Raises ValueError with the message if `wrong` is true."""
     if wrong:
         raise ValueError(message)
 
 
 def is_count(value: object) -> bool:
+    """Whether a value is an int of 1 or more, and no bool."""
     return type(value) is int and value >= 1
 
 
@@ -48,8 +50,13 @@ def check_sequence_parallel(
 
 
 def check_dealt(key: str, size: int, hf_config: Any, before: int = 1) -> None:
-    """Refuses a number of ranks, by the key that sets it, if the model's heads cannot be dealt to them, nor the groups
-    and channels of its recurrent layers. They deal what each of the ranks `before` has.
+    """Refuses a number of ranks over which the model's heads cannot be divided. In recurrent layers the same holds for
+    groups and channels.
+
+    Args:
+        key: the key that sets the number.
+        size: the number of ranks.
+        before: among how many ranks heads are divided before: those of tensor parallelism.
 
     Raises:
         ValueError: naming the key, and the largest divisor of this size that works.
@@ -72,9 +79,11 @@ def check_dealt(key: str, size: int, hf_config: Any, before: int = 1) -> None:
 
 
 def refuse_absent_options(model_config: Any, on: Engine) -> None:
-    """Refuses `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that VeOmni or Megatron does not have:
-    LoRA, without which verl's VeOmni engine would train the whole model, and offload of activations
-    (verl/workers/engine/veomni/transformer_impl.py, _build_model_optimizer).
+    """Refuses LoRA and offload of activations in `actor_rollout_ref.model` (DictConfig or HFModelConfig).
+
+    verl's VeOmni engine builds no adapter, and would train the whole model (_build_model_optimizer in
+    verl/workers/engine/veomni/transformer_impl.py). On Megatron prefixes are not shared under adapters. Neither of the
+    two engines reads the key of the offload.
 
     Raises:
         ValueError: naming the keys.

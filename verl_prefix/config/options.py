@@ -26,7 +26,7 @@ class PrefixConfig(BaseConfig):
     """`actor_rollout_ref.actor.prefix.*`; the keys are documented in config/prefix/options.yaml.
 
     Raises:
-        ValueError: a value is not one of those listed.
+        ValueError: a value is not one of those listed, or a key has nothing to do beside the others.
     """
 
     schedule: str = "auto"

@@ -1,8 +1,9 @@
 """Fields of megatron-core's transformer config that `override_transformer_config` may set where a prefix is shared.
 
 Of megatron-core 0.16.1 (megatron/core/transformer/transformer_config.py, TransformerConfig and MLATransformerConfig;
-megatron/core/model_parallel_config.py). Each is in one table: it acts as in stock, or does so with some values
-alone, or is refused. tests/config/test_megatron_config.py compares the tables with the installed classes.
+megatron/core/model_parallel_config.py). Each field is in one table: `ACTS` (as in stock), `INERT` (it does nothing
+here), `ONLY` (some values are let in), `NEVER` (no value is), `ELSEWHERE` (`config.megatron` decides), or `SIZES`
+(verl's own key sets it). tests/config/test_megatron_config.py compares the tables with the installed classes.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ ACTS = frozenset("""
     perform_initialization use_cpu_initialization use_te_rng_tracker
 """.split())  # fmt: skip
 
-# They act with another field alone, which is refused, or nowhere in training: as in stock, nothing follows from them.
+# They do nothing by themselves, as in stock: they need another field, which is refused, or act outside of training.
 INERT = frozenset("""
     mtp_loss_scaling_factor mtp_standalone
     overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage wgrad_deferral_limit

@@ -24,9 +24,12 @@ class PrefixVeOmniEngineConfig(PrefixEngineOptions, VeOmniEngineConfig):
     """verl's VeOmni engine config plus those of `PrefixEngineOptions`. `backends` registers the engine, where veomni is
     installed: our YAML names this class there.
 
+    Attributes:
+        strategy: our engine's name in verl's registry.
+
     Raises:
         ValueError: an option of VeOmni that the shared-prefix path cannot honour.
-        ImportError: this verl was never tested (see `versions`).
+        ImportError: this verl or transformers was never tested (see `versions`).
     """
 
     on = VEOMNI
@@ -58,6 +61,9 @@ class PrefixVeOmniEngineConfig(PrefixEngineOptions, VeOmniEngineConfig):
 class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
     """verl's VeOmni actor config plus those of `PrefixActor`.
 
+    Attributes:
+        veomni: verl's section of engine options, with ours.
+
     Raises:
         ValueError: an actor option that would silently undo sharing.
     """
@@ -87,9 +93,10 @@ class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
 
 
 def check_of_one_process(actor: Any, ref: Any) -> None:
-    """Refuses a ref whose `veomni` section differs from the actor's in what VeOmni has once in a process: its process
-    groups, those of the engine that is built first, and the kernels of a model's modules, those of the last
-    (veomni/ops/dispatch.py, OpSlot.bind).
+    """Refuses a ref whose `veomni` section differs from the actor's in what a process has once.
+
+    - Process groups: those of the engine that is built first.
+    - Kernels of a model's modules: those of the engine that is built last (veomni/ops/dispatch.py, OpSlot.bind).
 
     Raises:
         ValueError: naming the key.

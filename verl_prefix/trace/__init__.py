@@ -98,8 +98,14 @@ def model_fingerprint(path: str | Path) -> str | None:
 
 
 def check_model_is_whole(model: dict[str, Any]) -> None:
-    """Raises TraceError where a manifest's model has weights or a config outside of its folder, which alone a replay
-    reads. The folder has a fingerprint; and an adapter's config may name modules to import."""
+    """Checks that a manifest's model has no weights or config outside of its folder, since a replay reads that alone.
+
+    The folder's fingerprint shows whether it is the same model. An adapter is refused, too: its config may name modules
+    to import.
+
+    Raises:
+        TraceError: weights or a config are elsewhere.
+    """
     for key in ("lora_adapter_path", "hf_config_path"):
         if model.get(key) not in (None, model["path"]):
             raise TraceError(
@@ -110,12 +116,20 @@ def check_model_is_whole(model: dict[str, Any]) -> None:
 
 
 def step_path(folder: Path, rank: int, step: int) -> Path:
+    """The JSON file of one rank's step in a trace's folder."""
     return folder / f"rank_{rank:05d}" / f"step_{step:05d}.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class StepRows:
-    """One rank's rows of one optimizer step: jagged fields as (values, lengths [rows]), other tensors [rows, ...]."""
+    """One rank's rows of one optimizer step.
+
+    Attributes:
+        jagged: fields as (values, lengths [rows]).
+        dense: other tensors, [rows, ...].
+        uids: of each row; None: the batch had none.
+        flags: what the batch had once: numbers, texts and the like.
+    """
 
     jagged: dict[str, tuple[torch.Tensor, torch.Tensor]]
     dense: dict[str, torch.Tensor]
@@ -144,8 +158,13 @@ def join_rows(parts: list[StepRows]) -> StepRows:
 class Trace:
     """A recorded run.
 
+    Args:
+        folder: `prefix.trace_dir` of the run.
+
     Attributes:
+        folder: the same, as a path.
         manifest: what `TraceWriter` wrote. num_steps: steps that every rank finished.
+        world_size: ranks that computed data in parallel.
 
     Raises:
         TraceError: at construction and at `read`, naming the file and what is wrong with it.

@@ -38,7 +38,13 @@ PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 
 
 class Rows(Protocol):
-    """A mini-batch, as `engine.rows.BatchRows` reads it."""
+    """A mini-batch, as `engine.rows.BatchRows` reads it.
+
+    Attributes:
+        data: verl's batch.
+        prompts, response_lens: each row's prompt, and the number of tokens of its response.
+        pixels: what each row shows; None or empty for text.
+    """
 
     data: TensorDict
 
@@ -58,12 +64,16 @@ class TraceWriter:
     """Records a rank's optimizer steps; every rank has one and calls `record` at every step.
 
     Args:
+        folder: the trace's, as in `prefix.trace_dir`.
         rank, world_size: of the ranks that compute data in parallel.
         writes: False on all but one of the ranks that have the same rows.
-        max_steps, max_gib: recording ends, on every rank at the same step, before either is exceeded; GiB of all ranks.
+        max_steps, max_gib: recording ends, on every rank at the same step, before either is exceeded; GiB of all ranks,
+            of which each may write an equal share.
         describe: the manifest's part that the engine knows; called once, by rank 0.
 
     Attributes:
+        step, num_bytes: steps that are recorded, and the bytes of this rank's tensors in them.
+        ended: whether nothing more is recorded.
         resumed: whether the weights are a checkpoint's. Then nothing is recorded, since it could not be replayed from
             the initial weights. A trace that is there already belongs to the same run, and stays as it is.
     """
@@ -81,7 +91,7 @@ class TraceWriter:
         """Writes this rank's rows of one optimizer step, before they are computed.
 
         Args:
-            rows: verl's mini-batch; its jagged or row-wise tensors, `uid` and scalars are kept.
+            rows: verl's mini-batch; its tensors by the names in `FIELDS` and `OPTIONAL`, `uid` and scalars are kept.
             loss: verl's loss function, a partial of `ppo_loss` with its config.
             reduce_max: element-wise maximum over ranks.
 

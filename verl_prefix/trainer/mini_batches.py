@@ -1,4 +1,4 @@
-"""Which rows make a mini-batch, decided in the driver. Which rank computes them is decided in `engine.travel.exchange`.
+"""Which rows make a mini-batch, decided in the driver. Which rank computes them is decided in `engine.travel.moves`.
 
 verl hands rank r the r-th contiguous slice of the batch (`BatchData.chunk` in verl/protocol.py). On the rank
 `TrainingWorker.train_mini_batch` walks through that slice in chunks of equal size, and the k-th chunks of all ranks are

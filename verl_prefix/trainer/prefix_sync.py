@@ -1,10 +1,13 @@
 """verl's v1 trainers with a prompt's rows in one mini-batch: `trainer.v1.trainer_mode=prefix_sync`,
 `prefix_colocate_async` and `prefix_separate_async`.
 
-They change the order of rows; all else is verl's. verl orders rows by length, so that a prompt's rows are in several
-mini-batches (optimizer steps), and the engine has to compute the prompt in each of them. Where a training step has one
-mini-batch, verl's own trainer does as well: `model_engine=prefix` brings a prompt's rows together over ranks.
-`separate_async` always has one, so `prefix_separate_async` matters only for rows of turns, which make several.
+By default they reorder rows, add `sessions/*` and a watchdog, and let rows share pixels. Under
+prefix.mini_batches=prompts and prefix.loss_weights=sessions they also decide mini-batches, padding and advantages.
+
+verl orders rows by length, so that a prompt's rows are in several mini-batches (optimizer steps), and the engine has to
+compute the prompt in each of them. Where a training step has one mini-batch, verl's own trainer does as well:
+`model_engine=prefix` brings a prompt's rows together over ranks. `separate_async` always has one, so
+`prefix_separate_async` matters only for rows of turns, which make several.
 """
 
 import functools
@@ -44,12 +47,15 @@ PREFIX = "actor_rollout_ref.actor.prefix"
 class WholeGroups(PPOTrainer):
     """Mixin for one of verl's v1 trainers: keeps groups whole in mini-batches, and adds a watchdog.
 
+    Args:
+        config: of the job. Its `trainer.v1.trainer_mode` becomes `mode`.
+
     Attributes:
         mode: the name of verl's trainer.
 
     Raises:
         ValueError: `actor.shuffle` is on, or options are given under this trainer's own name.
-        ImportError: this verl was never tested (see `versions`).
+        ImportError: this verl or transformers was never tested (see `versions`).
     """
 
     mode: str
@@ -84,7 +90,7 @@ class WholeGroups(PPOTrainer):
         super().__init__(config)
 
     def init(self) -> None:
-        """verl's, under a watchdog: see `watchdog`."""
+        """verl's, under a watchdog: see `watchdog`. Under mini_batches=prompts updates then take our mini-batches."""
         minutes = stall_minutes()
         # At a level that workers print: the variable may not have reached them.
         logger.warning("prefix: minutes that a part of a step may take (%s): %s", VARIABLE, minutes or "no limit")
@@ -140,8 +146,9 @@ class WholeGroups(PPOTrainer):
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> KVBatchMeta:
-        """Pads the batch as verl does, and reorders it so that groups are whole in mini-batches. Inside a mini-batch
-        verl's own balancing deals rows to ranks, as verl's own path needs it.
+        """Pads the batch by verl's method, to the multiple of `_get_required_batch_multiple`, and reorders it so that
+        groups are whole in mini-batches. Inside a mini-batch verl's own balancing deals rows to ranks, as verl's own
+        path needs it.
 
         Corrects those of verl's metrics in `metrics` that describe the order of rows.
         """
@@ -257,7 +264,8 @@ class WholeGroups(PPOTrainer):
                 metrics[f"sessions/{name}/mean"] = statistics.fmean(values)
 
     def _num_updates(self) -> int:
-        """Mini-batches of `ppo_mini_batch_size` prompts in a training step."""
+        """Mini-batches of `ppo_mini_batch_size` prompts in a batch that verl samples. A step has
+        `parameter_sync_step` such batches."""
         prompts = self.config.data.train_batch_size // self.parameter_sync_step
         return math.ceil(prompts / self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
 

@@ -1,9 +1,11 @@
 """Ends a trainer that waits for something that will never come.
 
-verl waits without a limit for rollouts (verl/trainer/ppo/v1/replay_buffer.py polls until every prompt is done, even if
-the agent loop worker that had them is dead), and for a weight update that a rollout server lost. The waiting process
-cannot notice, so a thread of it does: it logs what was waited for, prints all stacks and exits, which ends the job. A
-dead agent loop worker is always noticed. A phase of a step that takes too long is noticed if the user sets a limit.
+verl waits without a limit for rollouts (verl/trainer/ppo/v1/replay_buffer.py polls until a batch's prompts are done,
+even if the agent loop worker that had them is dead), and for a weight update that a rollout server lost. The waiting
+process cannot notice, so a thread of it does: it logs what was waited for, prints all stacks and exits, which ends the
+job. A dead worker of verl's agent loop manager is always noticed. A manager of the user's own may have no
+`agent_loop_workers`: nobody watches its workers. A phase of a step that takes too long is noticed if the user sets a
+limit.
 """
 
 import faulthandler
