@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -58,21 +59,21 @@ def own_attention(model: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for cls in {type(m) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}:
             if cls.forward.__module__ != cls.__module__:
-                own = getattr(_second_copy(cls.__module__), cls.__name__).forward
-                stack.enter_context(replaced(cls, "forward", own))
+                stack.enter_context(replaced(cls, "forward", _own_forward(cls.__module__, cls.__name__)))
         yield
 
 
 @functools.cache
-def _second_copy(module_name: str) -> Any:
-    """A copy of a module, with all that others have put into the first one as it was.
+def _own_forward(module_name: str, class_name: str) -> Any:
+    """The forward that transformers' file gives a class, whatever others have put in its place.
 
     verl keeps no original of a forward that it replaces, and may replace it before any code of ours runs: a critic, or
     verl's engine in the same process, comes first. A forward of our own would have to follow each version's rotary
-    angles. So transformers' file is run once more, once per process; sys.modules keeps the first module.
+    angles. The module's compiled code still has it. Arguments behind the hidden states default to None.
     """
-    spec = importlib.util.spec_from_file_location(module_name, sys.modules[module_name].__file__)
-    assert spec is not None and spec.loader is not None
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    return copy
+    spec: Any = importlib.util.find_spec(module_name)
+    code: CodeType = spec.loader.get_code(module_name)
+    for name in (class_name, "forward"):
+        code = next(part for part in code.co_consts if isinstance(part, CodeType) and part.co_name == name)
+    defaults = (None,) * (code.co_argcount - len(("self", "hidden_states")))
+    return FunctionType(code, vars(sys.modules[module_name]), "forward", defaults)
