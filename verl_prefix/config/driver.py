@@ -71,7 +71,7 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
     refuse(
         mode_is_ours and not v1,
         f"trainer.v1.trainer_mode={mode} is for verl.trainer.main_ppo with trainer.use_v1=true; remove it, since here "
-        "actor.use_prefix_grouper keeps prompts whole in mini-batches, or use that trainer",
+        "actor.use_prefix_grouper is what keeps prompts whole in mini-batches, or use that trainer",
     )
     why = by == "prompts" and has_critic(config) and _cut_otherwise(config)
     refuse(why, f"{key}=prompts, and {why} algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows")

@@ -28,7 +28,7 @@ class Headroom:
 
     "Largest added" is an estimate: `choose_memory` predicts what each update adds, and the largest one counts. Of the
     allocator's cache a capacity has no more, since the rest may be in pieces that no pass can use. `fits` counts the
-    whole cache: where it errs, verl's own path has no more room, and sharing is not what made it fail.
+    whole cache: where that is too much, the stock path runs out of memory as it would in verl's own engine.
     """
 
     def __init__(self, backend: Backend, costs: CostModel) -> None:
