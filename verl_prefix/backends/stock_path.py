@@ -84,7 +84,7 @@ class FSDPStockPath:
             )
             tu.assign_non_tensor(data, use_remove_padding=False)
         elif packs and self._leak:
-            self._separate_rows(data, self._leak)
+            self._separate_rows(data)
         with (
             towers_of_tensors(module),
             self._without_ulysses(data) if self.facts.wrong_when_sharded else nullcontext(),
@@ -117,8 +117,8 @@ class FSDPStockPath:
         with replaced(self._engine, "use_ulysses_sp", False), without_ulysses():
             yield
 
-    def _separate_rows(self, data: TensorDict, leak: str) -> None:
-        """Keeps rows apart, for the reason `leak`: a micro-batch has one row.
+    def _separate_rows(self, data: TensorDict) -> None:
+        """Keeps rows apart: a micro-batch has one row.
 
         Rows are padded instead where the loss needs several rows together. Rows are also padded where ranks have
         different numbers of rows: verl then gives all ranks equally many micro-batches, which it does not do where each
@@ -131,4 +131,6 @@ class FSDPStockPath:
         else:
             how = "rows one by one"
             tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-        warn_once(logger, "prefix: stock path, %s: %s, so that packed rows would leak state into each other", how, leak)
+        warn_once(
+            logger, "prefix: stock path, %s: %s, so that packed rows would leak state into each other", how, self._leak
+        )

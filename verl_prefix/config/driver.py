@@ -105,23 +105,18 @@ def _cut_otherwise(config: DictConfig) -> str:
 
 def has_ref(config: DictConfig) -> bool:
     """Whether a ref engine of ours is built."""
-    return _builds_ref(config) and _ref_is_ours(config)
+    roles = config.actor_rollout_ref
+    return _builds_ref(config) and roles.ref.get("_target_") == roles.actor.get("_target_")
 
 
 def has_verls_ref(config: DictConfig) -> bool:
     """Whether a ref engine of verl's own is built."""
-    return _builds_ref(config) and not _ref_is_ours(config)
+    return _builds_ref(config) and not has_ref(config)
 
 
 def _builds_ref(config: DictConfig) -> bool:
     needs = "algorithm" in config and need_reference_policy(config)
     return needs and not trains_adapters(config.actor_rollout_ref.model)
-
-
-def _ref_is_ours(config: DictConfig) -> bool:
-    roles = config.actor_rollout_ref
-    same: bool = roles.ref.get("_target_") == roles.actor.get("_target_")
-    return same
 
 
 def _check_waves(config: DictConfig) -> None:

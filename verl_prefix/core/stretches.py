@@ -79,10 +79,11 @@ def _units_by_fork(group: Group) -> dict[Fork, list[Load]]:
     units: dict[Fork, list[Load]] = {}
     output_lens = group.output_lens
     for start, end in units_of(group):
-        last = max(range(start, end), key=lambda i: group.suffix_lens[i])  # the only row of the unit with a suffix
-        path = {strand: until for strand, _, until in group.strands_before(group.forks[last])}
+        with_suffix = max(range(start, end), key=lambda i: group.suffix_lens[i])  # one row of a unit has one
+        path = {strand: until for strand, _, until in group.strands_before(group.forks[with_suffix])}
         forks = [group.forks[i] for i in range(start, end) if output_lens[i]]
         if not path or any(fork.start > path.get(fork.strand, 0) for fork in forks):
             return {}
-        units.setdefault(group.forks[last], []).append(Load(group.suffix_lens[last], tuple(range(start, end))))
+        unit = Load(group.suffix_lens[with_suffix], tuple(range(start, end)))
+        units.setdefault(group.forks[with_suffix], []).append(unit)
     return units

@@ -69,11 +69,11 @@ def _own_forward(module_name: str, class_name: str) -> Any:
 
     verl keeps no original of a forward that it replaces, and may replace it before any code of ours runs: a critic, or
     verl's engine in the same process, comes first. A forward of our own would have to follow each version's rotary
-    angles. The module's compiled code still has it. Arguments behind the hidden states default to None.
+    angles. The module's compiled code still has it.
     """
     spec: Any = importlib.util.find_spec(module_name)
     code: CodeType = spec.loader.get_code(module_name)
     for name in (class_name, "forward"):
         code = next(part for part in code.co_consts if isinstance(part, CodeType) and part.co_name == name)
-    defaults = (None,) * (code.co_argcount - len(("self", "hidden_states")))
+    defaults = (None,) * (code.co_argcount - 2)  # behind self and the hidden states
     return FunctionType(code, vars(sys.modules[module_name]), "forward", defaults)

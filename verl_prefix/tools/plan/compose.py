@@ -4,7 +4,6 @@ What is wrong with them is said in a second or two; torch and verl take several 
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import urllib.error
@@ -34,6 +33,7 @@ from verl_prefix.tools.plan.options import (
     Unsupported,
     override_words,
     read_dumps,
+    verls_folder,
 )
 
 LARGEST = 2**31 - 1  # which verl's tensors of token counts hold
@@ -101,10 +101,10 @@ def model_engine(config_name: str, words: list[str], config_path: str = CONFIG_P
 
 
 def _trainer() -> Path:
-    verl = importlib.util.find_spec("verl")  # found, not imported
-    if verl is None or verl.origin is None:
+    verl = verls_folder()
+    if verl is None:
         raise ModuleNotFoundError(name="verl")
-    return (Path(verl.origin).parent / "trainer").resolve()
+    return verl / "trainer"
 
 
 def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:

@@ -51,12 +51,17 @@ def override_words(words: list[str]) -> list[str]:
     return kept
 
 
+def verls_folder() -> Path | None:
+    """The folder of verl, which is found and not imported, without links; None: it is not installed."""
+    verl = importlib.util.find_spec("verl")
+    return None if verl is None or verl.origin is None else Path(verl.origin).resolve().parent
+
+
 def config_of(words: list[str], path: str | None, name: str | None) -> tuple[str, str]:
     """Folder, as seen from verl/trainer, and name of the config of a training command: those that its module hands to
     Hydra, where it gives no `path` or `name` of its own."""
     module = next((match[2] for word in words if (match := MAIN.fullmatch(word))), "trainer.main_ppo")
-    verl = importlib.util.find_spec("verl")
-    home = Path(os.path.realpath((verl and verl.origin) or "")).parent  # verl may be installed behind a link
+    home = verls_folder() or Path()
     file = home / (module.replace(".", "/") + ".py")
     text = file.read_text() if file.is_file() else ""
     decorated = re.search(r'@hydra\.main\(config_path="(.+?)", config_name="(.+?)"', text)
