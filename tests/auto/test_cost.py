@@ -173,7 +173,7 @@ def make_chooser(rates, reduce_max=lambda values: values, min_speedup=1.05, wave
 
 
 def chosen_plan(made, groups, budget, forward_only, **options):
-    return made.choose(chooser.Workload(groups, budget), forward_only, **options).plan
+    return made.choose(chooser.Workload(groups, budget), forward_only, **options)[0]
 
 
 LONG, SHORT = [Group.of_prompt(tuple(range(8)), 400, (50,) * 8)], [Group.of_prompt((0, 1), 4, (300, 300))]
@@ -192,9 +192,9 @@ def test_a_batch_without_anything_to_compute_predicts_no_speedup():
     """As where all its rows are dead (`prefix.skip_zero_advantage`): the stock path still computes them."""
     made = make_chooser(FLOPS)
     long = chooser.Workload(LONG, 4000)
-    assert made.choose(long, forward_only=False).speedup > 1
-    without_live_rows = made.choose(chooser.Workload([], 4000), forward_only=False, own=long)
-    assert without_live_rows.plan is not None and without_live_rows.speedup is None
+    assert made.choose(long, forward_only=False)[1].speedup > 1
+    plan, without_live_rows = made.choose(chooser.Workload([], 4000), forward_only=False, own=long)
+    assert plan is not None and without_live_rows.speedup is None
 
 
 def test_the_reason_for_stocks_path_is_what_decided_it():
@@ -207,8 +207,8 @@ def test_the_reason_for_stocks_path_is_what_decided_it():
         (make_chooser(FLOPS), SHORT, True, "prefix.min_speedup="),
     ]
     for one, groups, forward_only, why in cases:
-        choice = one.choose(chooser.Workload(groups, 4000), forward_only)
-        assert choice.plan is None and choice.why_stock.startswith(why)
+        plan, decision = one.choose(chooser.Workload(groups, 4000), forward_only)
+        assert plan is None and decision.why_stock.startswith(why)
 
 
 def test_what_does_not_fit_is_cut_or_phased_by_cost():
@@ -493,8 +493,8 @@ def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
         log_probs, predicted = predictor.decide(
             [(chooser.Workload(groups, budget),) * 2 for groups in ranks], log_probs
         )
-        assert predicted == [choice.plan for choice in choices]
-        assert {choice.speedup for choice in choices} == {log_probs.speedup}
+        assert predicted == [plan for plan, _ in choices]
+        assert {decision.speedup for _, decision in choices} == {log_probs.speedup}
 
 
 MIN_SPEEDUPS = st.sampled_from([0.5, 1.0, 1.05, 2.0])

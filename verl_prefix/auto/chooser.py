@@ -31,26 +31,14 @@ class Decision(NamedTuple):
     Attributes:
         stock: the batch takes the stock path.
         packed: if it does not, packed passes alone are cheaper than the mix.
-        speedup: predicted seconds of stock over those of the cheaper of our two.
+        speedup: predicted seconds of stock over those of the cheaper of our two; None: nothing was predicted, or all
+            rows are dead, so that no plan of ours has a pass, and the stock path alone would compute anything.
+        why_stock: why the batch takes the stock path, if it does.
     """
 
     stock: bool
     packed: bool
-    speedup: float
-
-
-class Choice(NamedTuple):
-    """What `Chooser` says of a batch.
-
-    Attributes:
-        plan: this rank's; None: the stock path.
-        speedup: predicted; None: nothing was predicted, or all rows are dead, so that no plan of ours has a pass, and
-            the stock path alone would compute anything.
-        why_stock: why the batch takes the stock path, if it does.
-    """
-
-    plan: Plan | None
-    speedup: float | None = None
+    speedup: float | None
     why_stock: str = ""
 
 
@@ -173,16 +161,17 @@ class Chooser:
 
     def choose(
         self, batch: Workload, forward_only: bool, own: Workload | None = None, update_follows: bool = True
-    ) -> Choice:
-        """Chooses this rank's path. A model without lm_head gains by sharing alone: a batch in which no rank's rows
-        share takes the stock path if it may take it at all, and nothing is measured for it.
+    ) -> tuple[Plan | None, Decision]:
+        """Returns this rank's plan, or None for the stock path; and the decision. A model without lm_head gains by sharing
+        alone: a batch in which no rank's rows share takes the stock path if it may take it at all, and nothing is
+        measured for it.
 
         Args:
             batch, own: see `Candidates`.
-            update_follows: an update follows, and takes the path of these log-probs.
+            update_follows: an update follows, and takes the path of these log-probs if that fits.
         """
         if not self.costs.min_speedup:
-            return Choice(self.costs.plan(batch.groups, batch.budget, "auto", forward_only))
+            return self.costs.plan(batch.groups, batch.budget, "auto", forward_only), Decision(False, False, None)
         paths = Candidates(self.costs, batch, own, forward_only)
         gains = self.costs.shape.head > 0 or any(group.is_shared for group in batch.groups)
         rates = self._known_rates(paths, own or batch, forward_only, gains)
@@ -201,7 +190,8 @@ class Chooser:
             self.log_probs = decision
         stock, *shared = seconds
         has_dead_rows_alone = stock > 0 and min(shared) == 0  # which stock computes, and no plan of ours
-        return Choice(paths.taken(decision), None if has_dead_rows_alone else decision.speedup, why_stock)
+        speedup = None if has_dead_rows_alone else decision.speedup
+        return paths.taken(decision), decision._replace(speedup=speedup, why_stock=why_stock)
 
     def _known_rates(self, paths: Candidates, own: Workload, forward_only: bool, gains: bool) -> dict[str, Rates]:
         """Rates for this batch. They are measured now if the choice depends on them and they are not known. FLOPs stand

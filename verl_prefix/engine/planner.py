@@ -8,7 +8,7 @@ import torch
 from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure
-from verl_prefix.auto.chooser import Choice, Chooser, Workload
+from verl_prefix.auto.chooser import Chooser, Decision, Workload
 from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.auto.cost_model import CostModel
 from verl_prefix.config.options import PrefixConfig
@@ -155,17 +155,17 @@ class Planner:
         if groups:  # else no row of this rank says how long a pass is
             tell_of_wave_tokens(self._options, shared.budget, self._role)
         if self._chooser is None:
-            choice = Choice(self._costs.plan(*shared, self._options.schedule, forward_only))
+            plan: Plan | None = self._costs.plan(*shared, self._options.schedule, forward_only)
+            decision = Decision(False, False, None)
         else:
-            choice = self._chooser.choose(shared, forward_only, own=stock, update_follows=update_follows)
-        path = self._costs.stock_passes(*stock) if choice.plan is None else choice.plan
+            plan, decision = self._chooser.choose(shared, forward_only, own=stock, update_follows=update_follows)
+        path = self._costs.stock_passes(*stock) if plan is None else plan
         metrics = self._predicted_bubble(path, forward_only)
-        if choice.speedup:
-            metrics["prefix/predicted_speedup"] = choice.speedup
-        if choice.plan is None:
-            return StockPath(choice.why_stock, metrics)
-        plan = replace(choice.plan, idle_groups=(*choice.plan.idle_groups, *idle))
-        return SharedPath(plan, metrics)
+        if decision.speedup:
+            metrics["prefix/predicted_speedup"] = decision.speedup
+        if plan is None:
+            return StockPath(decision.why_stock, metrics)
+        return SharedPath(replace(plan, idle_groups=(*plan.idle_groups, *idle)), metrics)
 
     def _predicted_bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> dict[str, float]:
         """Returns the share of a batch's time in which the stages of a pipeline are expected to wait, as a metric; {}

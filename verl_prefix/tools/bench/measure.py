@@ -161,10 +161,10 @@ class Bench:
         if "update" not in self.chooser.rates:  # for the prediction, even where no rates would choose otherwise
             tokens = sum(group.num_logical_tokens for group in batch.groups)
             self.chooser.rates = {"update": self._rates(budget, tokens, forward_only=False)}
-        plan, speedup, _ = self.chooser.choose(Workload(batch.groups, budget), forward_only=False)
+        plan, decision = self.chooser.choose(Workload(batch.groups, budget), forward_only=False)
         same = {arm_plan(batch, name, budget): name for name in ("stock", "packed", "phased") if name in arms}
         choice = "stock" if plan is None else "phased" if plan.phased else "packed"
-        return plan, {"choice": choice, "predicted": speedup, "same_as": same.get(plan)}
+        return plan, {"choice": choice, "predicted": decision.speedup, "same_as": same.get(plan)}
 
     def _truth(self, case: Case) -> dict[str, torch.Tensor]:
         self._say(f"{case.batch.size} truth")

@@ -87,7 +87,7 @@ def rollout_is_apart(config: Any) -> bool:
 
 def is_worth_it(predicted: Predictor) -> bool:
     """True where `auto` shares; where it is told to share at a loss, False."""
-    return any(not decision.stock and decision.speedup >= 1 for decision in predicted.decisions)
+    return any(not decision.stock and (decision.speedup or 0) >= 1 for decision in predicted.decisions)
 
 
 def judge(
@@ -144,7 +144,7 @@ def _reason(work: Work, now: Predictor) -> str:
     if work.steps[0].size.rollouts == 1 and not work.turns:
         return "a prompt has one response (actor_rollout_ref.rollout.n=1)"
     prompts, responses = (sum(lens) / len(lens) for lens in (work.prompts, work.responses))
-    share, best = 100 * prompts / (prompts + responses), max(decision.speedup for decision in now.decisions)
+    share, best = 100 * prompts / (prompts + responses), max(decision.speedup or 0 for decision in now.decisions)
     return (
         f"prompts are {share:.0f} % of the tokens; sharing them would gain {best:.2f}x, and auto shares from "
         f"{now.costs.min_speedup:g}x on"
