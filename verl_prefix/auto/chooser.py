@@ -162,9 +162,10 @@ class Chooser:
     def choose(
         self, batch: Workload, forward_only: bool, own: Workload | None = None, update_follows: bool = True
     ) -> tuple[Plan | None, Decision]:
-        """Returns this rank's plan, or None for the stock path; and the decision. A model without lm_head gains by sharing
-        alone: a batch in which no rank's rows share takes the stock path if it may take it at all, and nothing is
-        measured for it.
+        """Returns this rank's plan, or None for the stock path; and the decision.
+
+        A model without lm_head gains by sharing alone: a batch in which no rank's rows share takes the stock path if it
+        may take it at all, and nothing is measured for it.
 
         Args:
             batch, own: see `Candidates`.
